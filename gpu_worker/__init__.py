@@ -1,0 +1,1 @@
+"""The worker: paged attention and continuous batching; pushes tokens back through the bus."""

@@ -1,0 +1,1 @@
+"""The synchronous engine: sequences, blocks and the plan of each step. No asyncio, no redis, no clock."""

@@ -1,0 +1,1 @@
+"""From logits to tokens, with counter-based random numbers."""

@@ -1,0 +1,1 @@
+"""The scheduler service: who is admitted, where, and who must give way."""

@@ -1,0 +1,406 @@
+"""The bus: every way in which services touch each other, as one Protocol with two implementations.
+
+`RedisBus` (one Lua script per atomic step) is what runs; `MemoryBus` does the same in one process for tests and for
+machines without Redis. Both pass `tests/contract`. The rules behind each method are in ARCHITECTURE.md; in short:
+
+* the record `req:{id}` and the set `live` are the truth; streams and channels are wake-ups, at least once;
+* a write that depends on a role carries its proof: the leader token, or (worker incarnation, attempt);
+* every method is idempotent: a caller that lost the reply calls again.
+
+Any method raises `BusUnavailable` (the effect may have happened) or `BusRefused` (it has not).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId
+from shared.messages import (
+    AbortRequest,
+    PreemptRequest,
+    RequestBody,
+    RequestEnded,
+    RunRequest,
+    SubmitRequest,
+    TokenChunk,
+    WorkerHello,
+    WorkerReport,
+)
+
+InboxMessage = RunRequest | PreemptRequest | AbortRequest
+ReportMessage = WorkerReport | RequestEnded
+ChannelMessage = TokenChunk | RequestEnded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest:
+    """All that the submit script stores. `orphan_ttl_s` 0: the request ends when its last listener leaves."""
+
+    summary: SubmitRequest
+    body: RequestBody
+    gateway_id: GatewayId
+    connection_id: ConnectionId
+    orphan_ttl_s: float = 0.0
+    idempotency_key: str | None = None
+    body_hash: str = ""
+
+
+class SubmitAnswer(StrEnum):
+    """`new`: stored. `exists`: this id, or this idempotency key with the same body, was there before.
+    `conflict`: the idempotency key belongs to another body. `full`: a queue limit; nothing was stored."""
+
+    NEW = "new"
+    EXISTS = "exists"
+    CONFLICT = "conflict"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitOutcome:
+    """`request_id` is the one in Redis: the earlier one when an idempotency key was known. `detail` names the limit."""
+
+    answer: SubmitAnswer
+    request_id: RequestId
+    detail: str = ""
+
+
+class RequestState(StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceState:
+    """`num_entries` logged; `stop_index` entry at which a stop string matched; `finish` reason, "" while open.
+
+    `num_tokens` are those that count: entries less the finish entry, and none past `stop_index`.
+    """
+
+    num_entries: int = 0
+    stop_index: int | None = None
+    finish: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        return not self.finish and self.stop_index is None
+
+    @property
+    def num_tokens(self) -> int:
+        if self.stop_index is not None:
+            return self.stop_index + 1
+        return self.num_entries - bool(self.finish)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """The record of a request without its body. `order` sorts by arrival. `ended` is set once it has ended."""
+
+    summary: SubmitRequest
+    state: RequestState
+    order: tuple[int, int]
+    attempt: int
+    owner: WorkerId | None
+    listeners: tuple[tuple[GatewayId, ConnectionId], ...]
+    orphan_ttl_s: float
+    preemptions: int
+    crashes: int
+    choices: tuple[ChoiceState, ...]
+    ended: RequestEnded | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitItem:
+    """What one choice gained in a step. `start` is the choice's entry count before `entries` (encoded log entries).
+    `finish` is the reason when the last of `entries` is the finish entry, "" otherwise."""
+
+    request_id: RequestId
+    attempt: int
+    choice: int
+    start: int
+    entries: tuple[bytes, ...]
+    finish: str = ""
+
+
+class CommitAnswer(StrEnum):
+    """`ok`: logged (or had been). `gap`: the log is shorter than `start`; send again from its length. `stop`: the
+    choice or the request has ended. `lost`: another owner or attempt holds the request."""
+
+    OK = "ok"
+    GAP = "gap"
+    STOP = "stop"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class CommitOutcome:
+    """`length`: entries now in the choice's log."""
+
+    answer: CommitAnswer
+    length: int = 0
+
+
+class DispatchAnswer(StrEnum):
+    """`ok`; `ended`: the request has ended; `not_queued`: it runs already; `no_worker`: the worker is gone."""
+
+    OK = "ok"
+    ENDED = "ended"
+    NOT_QUEUED = "not_queued"
+    NO_WORKER = "no_worker"
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchOutcome:
+    """`entry_id` of the RunRequest in the worker's inbox, and the attempt it carries, when `ok`."""
+
+    answer: DispatchAnswer
+    entry_id: EntryId | None = None
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPulse:
+    """A worker as the `workers` hash shows it. Watchers time "`beat` has not moved" with their own clock."""
+
+    hello: WorkerHello
+    beat: int
+    num_steps: int
+    has_work: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaderPulse:
+    """The `leader` hash; an empty token means nobody ever led."""
+
+    token: str = ""
+    beat: int = 0
+
+
+class RequestOps(Protocol):
+    """What gateways (and whoever ends a request) do."""
+
+    async def submit(self, request: NewRequest) -> SubmitOutcome:
+        """Store record, `live` entry, first listener and wake-up at once; a no-op for an id or key that exists."""
+        ...
+
+    async def load_record(self, request_id: RequestId) -> RequestRecord | None:
+        """The record, None if there is none (never was, or expired)."""
+        ...
+
+    async def load_body(self, request_id: RequestId) -> RequestBody | None:
+        """The body, None if there is no record."""
+        ...
+
+    async def read_log(self, request_id: RequestId, offset: int = 0) -> bytes:
+        """The log from byte `offset` on; empty when there is nothing."""
+        ...
+
+    async def attach(self, request_id: RequestId, gateway_id: GatewayId, connection_id: ConnectionId) -> bool:
+        """Add a listener; False when there is no live record (an ended one can still be read)."""
+        ...
+
+    async def detach(self, request_id: RequestId, gateway_id: GatewayId, connection_id: ConnectionId) -> int:
+        """Remove a listener; how many are left (0 also when there is no live record)."""
+        ...
+
+    async def stop_choice(self, request_id: RequestId, choice: int, index: int) -> bool:
+        """A stop string matched in `choice` at entry `index` (of that choice): entries past it are void. The first
+        caller wins; whether this one did. Ends the request (finished) when this was the last open choice."""
+        ...
+
+    async def end(self, request_id: RequestId, reason: str, error_kind: str = "", error_message: str = "") -> bool:
+        """Compare-and-set to ended: reason, usage once, out of `live`, TTLs, publish to listeners, hint to leader and
+        owner. True for exactly one caller."""
+        ...
+
+
+class LeaderOps(Protocol):
+    """What the scheduler does. Methods with `token` raise `LeaderLost` when it is not the one in Redis."""
+
+    async def read_leader(self) -> LeaderPulse:
+        """The leader hash."""
+        ...
+
+    async def take_lead(self, token: str, seen: LeaderPulse) -> bool:
+        """Become leader if the hash is still exactly `seen`."""
+        ...
+
+    async def raise_lead(self, token: str) -> None:
+        """Raise the leader's beat."""
+        ...
+
+    async def yield_lead(self, token: str) -> None:
+        """Stop leading (clean shutdown): clears the token if it is ours."""
+        ...
+
+    async def read_submits(self, consumer: str, count: int, block_ms: int) -> list[tuple[EntryId, SubmitRequest]]:
+        """New wake-ups for the group (made at `0`, made again when lost). Undecodable ones go to `dead`, and the
+        request they name, if any, is ended as failed."""
+        ...
+
+    async def claim_submits(self, consumer: str, min_idle_ms: int, count: int) -> list[tuple[EntryId, SubmitRequest]]:
+        """Wake-ups that another consumer read and never acked."""
+        ...
+
+    async def ack_submits(self, entry_ids: Sequence[EntryId]) -> None:
+        """Ack and delete."""
+        ...
+
+    async def list_live(self) -> set[RequestId]:
+        """All ids that have not ended."""
+        ...
+
+    async def load_records(self, request_ids: Sequence[RequestId]) -> list[RequestRecord | None]:
+        """Records in the order asked, None where there is none."""
+        ...
+
+    async def dispatch(self, token: str, request_id: RequestId, worker_id: WorkerId, rank: int) -> DispatchOutcome:
+        """Queued → running: attempt + 1, owner, and a RunRequest for the unfinished choices in the inbox."""
+        ...
+
+    async def preempt(self, token: str, worker_id: WorkerId, message: PreemptRequest) -> EntryId:
+        """Append to the worker's inbox."""
+        ...
+
+    async def requeue(self, token: str, worker_id: WorkerId) -> list[RequestId]:
+        """A lost worker: its requests are queued again, its inbox and fields deleted. Crash counts: only the suspect's
+        rises if one was marked; otherwise each that it owned rises from 0 to 1."""
+        ...
+
+    async def requeue_one(self, token: str, request_id: RequestId, owner: WorkerId, attempt: int) -> bool:
+        """Queue again a running request whose owner does not know it (never started, forgotten)."""
+        ...
+
+    async def read_reports(self, after: EntryId, count: int, block_ms: int) -> list[tuple[EntryId, ReportMessage]]:
+        """Reports and ends after entry `after` ("$" = new ones only)."""
+        ...
+
+    async def read_gateways(self) -> dict[GatewayId, int]:
+        """Beat counters of gateways."""
+        ...
+
+    async def remove_gateway(self, token: str, gateway_id: GatewayId) -> list[RequestId]:
+        """A dead gateway: drop its listeners everywhere; live requests left with none (orphans)."""
+        ...
+
+
+class WorkerOps(Protocol):
+    """What workers do. `worker_id` is the incarnation, the proof of ownership with the attempt."""
+
+    async def hello(self, message: WorkerHello) -> None:
+        """Enter the `workers` hash."""
+        ...
+
+    async def bye(self, worker_id: WorkerId) -> None:
+        """Leave it (clean shutdown, nothing held): fields and inbox deleted."""
+        ...
+
+    async def read_inbox(
+        self, worker_id: WorkerId, after: EntryId, count: int, block_ms: int
+    ) -> list[tuple[EntryId, InboxMessage]]:
+        """Commands after entry `after` ("0-0" = all)."""
+        ...
+
+    async def ack_inbox(self, worker_id: WorkerId, entry_ids: Sequence[EntryId]) -> None:
+        """Delete applied entries."""
+        ...
+
+    async def commit(self, worker_id: WorkerId, items: Sequence[CommitItem]) -> list[CommitOutcome]:
+        """One step's tokens, atomically: append what lies beyond each choice's length, publish exactly that, mark
+        finishes, reset `crashes` of a request that gained a token, end a request whose last choice finished."""
+        ...
+
+    async def beat(
+        self, worker_id: WorkerId, num_steps: int, held: Sequence[tuple[RequestId, int]]
+    ) -> list[CommitAnswer]:
+        """Raise the lease counter, note the engine's step count and whether anything is held (`has_work`); ok, stop
+        or lost for each held (id, attempt). A worker whose `workers` fields were removed must say `hello` again under
+        a new incarnation: all its answers are lost."""
+        ...
+
+    async def release(self, worker_id: WorkerId, request_id: RequestId, attempt: int, *, is_preempted: bool) -> bool:
+        """Give a request back: queued again, order kept, attempt unchanged; counts a preemption if it was one."""
+        ...
+
+    async def mark_suspect(self, worker_id: WorkerId, request_id: RequestId | None) -> None:
+        """Name the request that will step alone (None: no longer), so that a crash is counted for it only."""
+        ...
+
+    async def report(self, message: WorkerReport) -> None:
+        """Append to `reports`."""
+        ...
+
+    async def claim_device(self, worker_id: WorkerId, device_ids: Sequence[str]) -> str | None:
+        """Claim the first of `device_ids` that no living worker holds; None if all are taken."""
+        ...
+
+
+class GatewayOps(Protocol):
+    """What gateways do besides `RequestOps`."""
+
+    async def gateway_beat(self, gateway_id: GatewayId) -> None:
+        """Raise the gateway's lease counter."""
+        ...
+
+    async def gateway_bye(self, gateway_id: GatewayId) -> None:
+        """Leave the `gateways` hash (clean shutdown)."""
+        ...
+
+    def subscribe(self, gateway_id: GatewayId) -> Subscription:
+        """A subscription to `tok:{gateway_id}`."""
+        ...
+
+
+class Subscription(Protocol):
+    """One pub/sub subscription that re-subscribes by itself after a lost connection."""
+
+    async def next(self, timeout_s: float) -> list[ChannelMessage] | Subscribed | None:
+        """The next publication; `Subscribed` after each confirmation (the first one, and after each reconnect:
+        whatever was published before may be lost); None after `timeout_s` of silence."""
+        ...
+
+    async def close(self) -> None:
+        """Unsubscribe."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribed:
+    """The subscription is (again) confirmed."""
+
+
+class Bus(RequestOps, LeaderOps, WorkerOps, GatewayOps, Protocol):
+    """Everything, as one object."""
+
+    async def ping(self) -> None:
+        """Raise `BusUnavailable` unless the bus answers."""
+        ...
+
+    async def read_workers(self) -> list[WorkerPulse]:
+        """All workers in the `workers` hash."""
+        ...
+
+    async def bury(self, source: str, data: bytes, why: str) -> None:
+        """Put bytes that nobody can read into `dead`."""
+        ...
+
+    async def close(self) -> None:
+        """Free connections."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusLimits:
+    """What the submit script enforces by itself, and how long ended records stay.
+
+    `max_live_requests` and `max_live_tokens` (prompt plus max_tokens, summed) bound what Redis holds;
+    `max_memory_fraction` of Redis' maxmemory, above it new work is refused.
+    """
+
+    max_live_requests: int = 100_000
+    max_live_tokens: int = 500_000_000
+    max_memory_fraction: float = 0.8
+    record_ttl_s: float = 600.0

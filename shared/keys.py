@@ -1,0 +1,90 @@
+"""Every Redis key: its name, type, writer, reader and life. A test fails when any other key is found.
+
+| key | type | what | written by, read by | life |
+|---|---|---|---|---|
+| `live` | set | ids of requests that have not ended: the durable index | submit, end; leader | kept |
+| `req:{id}` | hash | the record, see `RECORD_FIELDS` | all scripts; all | TTL set by the end script only |
+| `log:{id}` | string | the token log, `shared/log.py` | commit; gateways, workers | TTL with its record |
+| `idem:{tenant}:{key}` | string | request id and body hash | submit | TTL with its record |
+| `submit` | stream, a group | wake-ups for new requests; an ack deletes | submit; leader | kept |
+| `inbox:{worker}` | stream | commands; an ack deletes | dispatch, preempt, end; worker | goes with its worker |
+| `reports` | stream, capped | worker reports and ends; hints | workers, end; leader, gateways | kept |
+| `leader` | hash | `token`, `beat` | leader; schedulers | kept |
+| `workers` | hash | `hello:`, `beat:`, `steps:`, `suspect:` + worker | workers; all | fields go with the worker |
+| `gateways` | hash | `beat:` + gateway | gateways; leader | fields go with the gateway |
+| `devices` | hash | device id: the worker that claimed it | workers | fields go with the worker |
+| `dead` | stream, capped | undecodable messages: source, bytes, why | all; people | kept |
+
+Channel `tok:{gateway}` carries what the commit and end scripts appended, for the listeners of that gateway.
+No live key has a TTL, since Redis expiry follows the wall clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from shared.ids import GatewayId, RequestId, WorkerId
+
+LIVE = "live"
+SUBMIT = "submit"
+REPORTS = "reports"
+LEADER = "leader"
+WORKERS = "workers"
+GATEWAYS = "gateways"
+DEVICES = "devices"
+DEAD = "dead"
+SUBMIT_GROUP = "schedulers"
+
+STANDING_KEYS = frozenset({LIVE, SUBMIT, REPORTS, LEADER, WORKERS, GATEWAYS, DEVICES, DEAD})
+"""Keys that may exist when no request and no worker does (an empty one may be absent)."""
+
+REPORTS_CAP = 10_000
+DEAD_CAP = 1_000
+
+RECORD_FIELDS = (
+    "summary",  # SubmitRequest bytes
+    "body",  # RequestBody bytes
+    "state",  # queued, running, ended
+    "order",  # submit stream id: FCFS order, kept over requeues
+    "attempt",  # raised by dispatch only
+    "owner",  # worker incarnation, "" when queued
+    "listeners",  # msgpack array of [gateway, connection]
+    "orphan_ttl_s",  # how long the request may run with no listener, 0 = ends at once
+    "open",  # choices not finished yet
+    "preemptions",
+    "crashes",
+    "idem",  # name of its idempotency key, "" if none
+    "len:{choice}",  # entries logged
+    "stop:{choice}",  # entry index at which a stop string matched: entries past it are void
+    "fin:{choice}",  # finish reason
+    "reason",  # at the end: finished, cancelled, rejected, failed, deadline
+    "prompt_tokens",
+    "completion_tokens",
+    "error_kind",
+    "error_message",
+)
+
+
+def record(request_id: RequestId) -> str:
+    """The record of a request."""
+    return f"req:{request_id}"
+
+
+def log(request_id: RequestId) -> str:
+    """The token log of a request."""
+    return f"log:{request_id}"
+
+
+def idempotency(tenant: str, key: str) -> str:
+    """Where an idempotency key of a tenant leads; hashed, since a client chose it."""
+    return f"idem:{tenant}:{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+
+
+def inbox(worker_id: WorkerId) -> str:
+    """The command stream of a worker."""
+    return f"inbox:{worker_id}"
+
+
+def token_channel(gateway_id: GatewayId) -> str:
+    """The pub/sub channel of a gateway."""
+    return f"tok:{gateway_id}"

@@ -1,0 +1,90 @@
+"""The token log of one request: self-delimiting msgpack entries, one after another in commit order.
+
+An entry is `[choice, token_id]`, `[choice, token_id, logprobs]` or, as the last one of a choice, `[choice, reason]`
+with reason "stop" or "length". `logprobs` is `[chosen, [[token_id, logprob], ...]]`, natural logarithms of the raw
+model's probabilities, best first. The log is one byte string, so a position in it is a byte offset; text, usage and
+SSE ids are all a fold over its entries from 0 and never depend on how it was cut into packets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgpack
+import msgspec
+
+from shared.errors import WireError
+
+FINISH_REASONS = ("stop", "length")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """`chosen`: log-probability of the token that was drawn. `top`: (token id, log-probability), best first."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """`choice` drew `token_id`."""
+
+    choice: int
+    token_id: int
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishEntry:
+    """`choice` has ended; nothing of it follows."""
+
+    choice: int
+    reason: str
+
+
+LogEntry = TokenEntry | FinishEntry
+
+
+def encode_entry(entry: LogEntry) -> bytes:
+    """One entry's bytes."""
+    if isinstance(entry, FinishEntry):
+        return _encoder.encode((entry.choice, entry.reason))
+    if entry.logprobs is None:
+        return _encoder.encode((entry.choice, entry.token_id))
+    return _encoder.encode((entry.choice, entry.token_id, (entry.logprobs.chosen, entry.logprobs.top)))
+
+
+def decode_entries(data: bytes) -> list[LogEntry]:
+    """All entries in `data`, which must hold whole ones.
+
+    Raises:
+        WireError: `data` is not a run of whole entries.
+    """
+    return [_to_entry(item) for item in _split(data)]
+
+
+def _split(data: bytes) -> list[object]:
+    """Decode a run of msgpack values."""
+    unpacker = msgpack.Unpacker(max_buffer_size=0, strict_map_key=True, use_list=True)
+    unpacker.feed(data)
+    items: list[object] = []
+    try:
+        while unpacker.tell() < len(data):
+            items.append(unpacker.unpack())
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"not a run of whole entries: {error or type(error).__name__}") from None
+    return items
+
+
+def _to_entry(item: object) -> LogEntry:
+    match item:
+        case [int(choice), int(token_id)]:
+            return TokenEntry(choice, token_id)
+        case [int(choice), str(reason)] if reason in FINISH_REASONS:
+            return FinishEntry(choice, reason)
+        case [int(choice), int(token_id), [float(chosen), list(top)]]:
+            return TokenEntry(choice, token_id, Logprobs(chosen, tuple((int(i), float(p)) for i, p in top)))
+    raise WireError(f"not a log entry: {item!r}")

@@ -1,0 +1,57 @@
+"""Logs: one line an event, `time level service event key=value ...`, the request id always as `request_id`.
+
+Prompts, generated text, keys and paths of users' data are never logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+_ROOT = "quire"
+
+
+def set_up(service: str, level: str) -> None:
+    """Send this process' log lines to standard error, marked with `service`."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {service} %(message)s"))
+    root = logging.getLogger(_ROOT)
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    root.propagate = False
+
+
+def get_log(name: str) -> Log:
+    """The log of one module."""
+    return Log(logging.getLogger(f"{_ROOT}.{name}"))
+
+
+class Log:
+    """Writes events with fields."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+
+    def debug(self, event: str, **fields: Any) -> None:
+        self._write(logging.DEBUG, event, fields)
+
+    def info(self, event: str, **fields: Any) -> None:
+        self._write(logging.INFO, event, fields)
+
+    def warning(self, event: str, **fields: Any) -> None:
+        self._write(logging.WARNING, event, fields)
+
+    def error(self, event: str, *, exc_info: bool = False, **fields: Any) -> None:
+        self._write(logging.ERROR, event, fields, exc_info)
+
+    def _write(self, level: int, event: str, fields: dict[str, Any], exc_info: bool = False) -> None:
+        if self._logger.isEnabledFor(level):
+            shown = "".join(f" {name}={_show(value)}" for name, value in fields.items())
+            self._logger.log(level, "%s%s", event, shown, exc_info=exc_info)
+
+
+def _show(value: Any) -> str:
+    """One line whatever the value: quoted when it has spaces or control characters."""
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if text.isprintable() and " " not in text and text else repr(text)

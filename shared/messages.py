@@ -1,0 +1,230 @@
+"""Every message that crosses a process border, one class a hop, each with one writer and one reader.
+
+| message | writer → reader | travels in |
+|---|---|---|
+| `SubmitRequest` | gateway → scheduler | `submit` stream, and the record (`summary`) |
+| `RequestBody` | gateway → worker (and any gateway that resumes) | the record (`body`) |
+| `RunRequest`, `PreemptRequest` | scheduler → worker | `inbox:{worker}` |
+| `AbortRequest` | end script → worker | `inbox:{worker}` |
+| `WorkerHello` | worker → scheduler, gateways | `workers` hash |
+| `WorkerReport` | worker → scheduler, gateways | `reports` stream |
+| `RequestEnded` | end script → scheduler (`reports`), gateways (`tok:{gateway}`) | |
+| `TokenChunk` | commit script → gateways | `tok:{gateway}` |
+
+Frozen, slotted dataclasses of plain types; `shared/wire.py` turns them to bytes and back. New fields come only with
+defaults. Token ids, lengths and block counts are non-negative ints; times are named with their unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.ids import RequestId, WorkerId
+
+WIRE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen; resolved by the gateway, so nothing here is optional by absence.
+
+    `seed` is always set (the gateway draws one). `max_tokens` fits the context. `stop_token_ids` already holds the
+    model's end tokens unless the request said `ignore_eos`; a sequence that draws one of them ends with "stop", and
+    they are banned for the first `min_tokens` tokens. `top_k` 0 means all. `num_logprobs` None means not wanted, 0 the
+    chosen token's only.
+    """
+
+    seed: int
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitRequest:
+    """What the scheduler needs to know of a request; a wake-up in the stream, and the record's `summary`.
+
+    Choice `c` is prompt `c // n`, sample `c % n`. `timeout_s` is the request deadline, counted by the leader's
+    monotonic clock from when it first saw the request.
+    """
+
+    request_id: RequestId
+    tenant: str
+    model: str
+    fingerprint: str
+    prompt_lens: tuple[int, ...]
+    n: int
+    max_tokens: int
+    timeout_s: float = 600.0
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompt_lens) * self.n
+
+    def prompt_len(self, choice: int) -> int:
+        """Prompt tokens of `choice`."""
+        return self.prompt_lens[choice // self.n]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestBody:
+    """What a worker needs to compute a request and any gateway needs to render it again from its log.
+
+    `kind` is "completion" or "chat". `created` is unix seconds, shown to the client only. `response_format`-like
+    features will be new fields with defaults.
+    """
+
+    kind: str
+    model: str
+    created: int
+    prompts: tuple[tuple[int, ...], ...]
+    n: int
+    sampling: SamplingParams
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+    has_idempotency_key: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """Run the named unfinished choices as attempt `attempt`; the worker reads body and log from the record.
+
+    `rank` is the scheduler's standing order: a worker that runs out of blocks evicts the highest rank first (rank
+    grows with arrival, so the youngest goes first). `crashes` ≥ 1: step it alone until it logs a token.
+    """
+
+    request_id: RequestId
+    attempt: int
+    choices: tuple[int, ...]
+    rank: int
+    crashes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptRequest:
+    """Give attempt `attempt` back (recompute later); void if the worker evicted anything after report `report_seq`."""
+
+    request_id: RequestId
+    attempt: int
+    report_seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortRequest:
+    """The request has ended (cancel, stop string, deadline): drop it now. A hint; commit and beat answer the same."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerHello:
+    """Who a worker is: constant for its incarnation. `num_blocks` are those usable by sequences."""
+
+    worker_id: WorkerId
+    model: str
+    fingerprint: str
+    dtype: str
+    device: str
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldRequest:
+    """One request that a worker holds: blocks in use, tokens known (prompt and output) over its choices.
+
+    `num_running` of its sequences have blocks and are in the batch, `num_waiting` wait inside the worker.
+    """
+
+    request_id: RequestId
+    attempt: int
+    num_blocks: int
+    num_tokens: int
+    num_running: int
+    num_waiting: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """A worker's state after a change, at least every 100 ms. Counters rise for the life of the incarnation.
+
+    `last_inbox_id` is the newest inbox entry applied: free blocks for planning = `free_blocks` − what was dispatched
+    after it. `num_evictions` counts sequences the worker had to evict by itself; `num_preemptions` those plus the ones
+    it was told to.
+    """
+
+    worker_id: WorkerId
+    seq: int
+    last_inbox_id: str
+    free_blocks: int
+    num_blocks: int
+    num_steps: int
+    held: tuple[HeldRequest, ...] = ()
+    num_running: int = 0
+    num_waiting: int = 0
+    num_evictions: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    is_draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestEnded:
+    """A request has ended, told once by the script that won. `reason`: finished, cancelled, rejected, failed,
+    deadline. Usage counts tokens; `error_*` are set for rejected, failed and deadline."""
+
+    request_id: RequestId
+    reason: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    error_kind: str = ""
+    error_message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChunk:
+    """Bytes that the commit script appended to a request's log at byte `offset` (whole entries, `shared/log.py`)."""
+
+    request_id: RequestId
+    offset: int
+    data: bytes
+
+
+Message = (
+    SubmitRequest
+    | RequestBody
+    | RunRequest
+    | PreemptRequest
+    | AbortRequest
+    | WorkerHello
+    | WorkerReport
+    | RequestEnded
+    | TokenChunk
+)
+
+TAGS: dict[str, type] = {
+    "submit": SubmitRequest,
+    "body": RequestBody,
+    "run": RunRequest,
+    "preempt": PreemptRequest,
+    "abort": AbortRequest,
+    "hello": WorkerHello,
+    "report": WorkerReport,
+    "ended": RequestEnded,
+    "chunk": TokenChunk,
+}
