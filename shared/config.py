@@ -133,7 +133,7 @@ def load(config_class: type[C], argv: list[str], *, program: str, description: s
 
 
 def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
-    """This process' environment for a child: without `QUIRE_` settings, since a child gets its own, plus `additions`."""
+    """This process' environment for a child: without `QUIRE_` settings (it gets its own), plus `additions`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(flags.ENV_PREFIX)}
     return kept | dict(additions)
 
