@@ -12,20 +12,20 @@ import json
 import os
 import shlex
 import socket
-import tempfile
 import time
 import urllib.error
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
-from quire import __version__, checkpoint, embedded_redis, services
+from quire import __version__, checkpoint, services
 from quire.supervisor import Signals, StartFailed, Supervisor
 from shared import config as settings
 from shared.config import ServeConfig
 from shared.errors import ConfigError
 
 READY_CHECK_S = 0.2
+REDIS_CHECK_S = 0.01
 READY_TIMEOUT_S = 1.0
 STILL_WAITING_S = 15.0
 STOP_MARGIN_S = 5.0
@@ -89,9 +89,7 @@ def choose_ports(host: str, first: int, count: int) -> list[int]:
 class _Cell:
     """One run of the launcher."""
 
-    def __init__(
-        self, config: ServeConfig, ports: list[int], signals: Signals, cleanup: contextlib.ExitStack
-    ) -> None:
+    def __init__(self, config: ServeConfig, ports: list[int], signals: Signals, cleanup: contextlib.ExitStack) -> None:
         self._config = config
         self._ports = ports
         self._signals = signals
@@ -119,6 +117,8 @@ class _Cell:
         config = self._config
         if not self._redis_url:
             self._redis_url = self._start_redis()
+        if self._signals.num_stops:
+            return
         self._supervisor.start(services.scheduler_spec(config, self._redis_url))
         for index in range(config.workers):
             self._supervisor.start(services.worker_spec(config, self._redis_url, index))
@@ -127,6 +127,26 @@ class _Cell:
         threads = config.engine.num_threads or services.threads_per_worker(config.workers)
         say(f"started {config.gateways} gateway(s), 1 scheduler, {config.workers} worker(s) of {threads} thread(s); "
             "loading the model (seconds for a small one)")  # fmt: skip
+
+    def _start_redis(self) -> str:
+        """The address of a private Redis, which is supervised as every other child is."""
+        if self._config.data_dir:
+            folder = Path(self._config.data_dir).expanduser().absolute()
+        else:
+            folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="quire-")))
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        log = folder / "redis.log"
+        redis = EmbeddedRedis(folder, ("--logfile", str(log)))
+        self._supervisor.start(
+            ChildSpec(name="redis", argv=tuple(redis.command()), environment=settings.child_environment({}))
+        )
+        try:
+            while not redis.answers() and not self._signals.num_stops:
+                self._supervisor.wait(REDIS_CHECK_S)
+        except StartFailed as error:
+            last = log.read_text(errors="replace").splitlines()[-1:] if log.exists() else []
+            raise StartFailed(f"redis cannot start: {' '.join(last)}", 1) from error
+        return redis.url
 
     def _wait_ready(self) -> bool:
         """Until each gateway is ready: True; False when told to stop before."""
