@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import socket
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -19,7 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from quire import __version__, checkpoint, services
-from quire.supervisor import Signals, StartFailed, Supervisor
+from quire.embedded_redis import EmbeddedRedis
+from quire.supervisor import ChildSpec, Signals, StartFailed, Supervisor
 from shared import config as settings
 from shared.config import ServeConfig
 from shared.errors import ConfigError
