@@ -11,7 +11,7 @@
 | `inbox:{worker}` | stream | commands; an ack deletes | dispatch, preempt, end; worker | goes with its worker |
 | `reports` | stream, capped | worker reports and ends; hints | workers, end; leader, gateways | kept |
 | `leader` | hash | `token`, `beat` | leader; schedulers | kept |
-| `workers` | hash | `hello:`, `beat:`, `steps:`, `held:` (how many), `suspect:` + worker | workers; all | fields go with the worker |
+| `workers` | hash | `hello:`, `beat:`, `steps:`, `held:`, `suspect:` + worker | workers; all | fields go with them |
 | `gateways` | hash | `beat:` + gateway | gateways; leader | fields go with the gateway |
 | `devices` | hash | device id: the worker that claimed it | workers | fields go with the worker |
 | `dead` | stream, capped | undecodable messages: source, bytes, why | all; people | kept |
