@@ -41,12 +41,17 @@ class RedisLink:
         }
         try:
             commands = BlockingConnectionPool.from_url(
-                url, max_connections=MAX_CONNECTIONS, timeout=COMMAND_TIMEOUT_S, socket_timeout=COMMAND_TIMEOUT_S, **options
+                url,
+                max_connections=MAX_CONNECTIONS,
+                timeout=COMMAND_TIMEOUT_S,
+                socket_timeout=COMMAND_TIMEOUT_S,
+                **options,
             )
             reads = ConnectionPool.from_url(url, socket_timeout=COMMAND_TIMEOUT_S + MAX_BLOCK_MS / 1000, **options)
         except ValueError as error:
             raise ConfigError(f"redis_url: {error}") from None
-        self._commands, self.reads = Redis(connection_pool=commands), Redis(connection_pool=reads)
+        self._commands: Any = Redis(connection_pool=commands)
+        self.reads: Any = Redis(connection_pool=reads)
         for client in (self._commands, self.reads):
             client.response_callbacks.clear()
 
