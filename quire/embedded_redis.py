@@ -54,7 +54,7 @@ class EmbeddedRedis:
         self.folder = folder
         self.socket_path = folder.absolute() / SOCKET_NAME
         if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH_BYTES:
-            raise ConfigError(f"{self.socket_path}: too long a path for a unix socket; choose a shorter --cache-dir")
+            raise ConfigError(f"{self.socket_path}: too long a path for a unix socket; choose a shorter --data-dir")
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -75,7 +75,7 @@ class EmbeddedRedis:
             self.socket_path.unlink()
         with open(self.folder / "redis.log", "ab") as log:
             self._process = subprocess.Popen(
-                self._command(),
+                self.command(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -93,7 +93,8 @@ class EmbeddedRedis:
         """SIGKILL, as a crash does."""
         self._end(signal.SIGKILL)
 
-    def _command(self) -> list[str]:
+    def command(self) -> list[str]:
+        """The server's command line, for whoever supervises it."""
         settings = {
             "port": "0",
             "unixsocket": str(self.socket_path),
@@ -108,6 +109,17 @@ class EmbeddedRedis:
         flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
         return [find_server(), *flags, *self._options]
 
+    def answers(self) -> bool:
+        """Whether the server answers PING; while it loads its data it does not."""
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+                client.settimeout(1.0)
+                client.connect(str(self.socket_path))
+                client.sendall(b"PING\r\n")
+                return client.recv(16).startswith(b"+PONG")
+        except OSError:
+            return False
+
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -116,7 +128,7 @@ class EmbeddedRedis:
                 raise ConfigError(
                     f"the embedded Redis ended with {self._process.returncode}; see {self.folder}/redis.log"
                 )
-            if _answers(self.socket_path):
+            if self.answers():
                 return
             time.sleep(_POLL_S)
         self.kill()
@@ -132,15 +144,3 @@ class EmbeddedRedis:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _answers(path: Path) -> bool:
-    """Whether the server at `path` answers PING; while it loads its data it does not."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            client.settimeout(1.0)
-            client.connect(str(path))
-            client.sendall(b"PING\r\n")
-            return client.recv(16).startswith(b"+PONG")
-    except OSError:
-        return False

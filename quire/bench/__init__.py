@@ -1,1 +1,1 @@
-"""Measuring: workloads with fixed seeds, a load generator for any OpenAI-style server, models with random weights."""
+"""Measuring: workloads against a running server, and models with random weights to measure with."""
