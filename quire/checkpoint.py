@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from quire.smollm2 import ensure_smollm2
 from shared.errors import ConfigError
 
 _NEEDED = ("config.json", "tokenizer.json")
@@ -23,6 +22,8 @@ def resolve(model: str, cache_dir: Path, say: Callable[[str], None]) -> Path:
         ConfigError: there is no such folder, or it is no checkpoint.
     """
     if not model:
+        from quire.smollm2 import ensure_smollm2
+
         return ensure_smollm2(cache_dir, say).resolve()
     folder = Path(model).expanduser()
     if folder.is_dir():

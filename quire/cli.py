@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from quire import __version__
 from shared.errors import ConfigError, QuireError
@@ -63,9 +64,15 @@ def bench_serve(arguments: list[str]) -> int:
 
 def bench_model(arguments: list[str]) -> int:
     """Make a model with random weights."""
-    from quire.bench import random_model
+    from quire.bench.random_model import SHAPES, write_random_model
 
-    return random_model.main(arguments)
+    if len(arguments) != 2 or arguments[0] not in SHAPES:
+        raise ConfigError(f"usage: quire bench model SHAPE FOLDER; shapes: {', '.join(SHAPES)}")
+    shape, folder = arguments[0], Path(arguments[1]).expanduser()
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there already; give a new folder")
+    print(f"{shape}: {write_random_model(shape, folder, report=print)}")
+    return 0
 
 
 COMMANDS: dict[str, Command] = {"serve": serve, "bench": bench}

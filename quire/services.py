@@ -28,7 +28,7 @@ def scheduler_spec(config: ServeConfig, redis_url: str) -> ChildSpec:
         worker_stall_s=config.worker_stall_s,
         max_preemptions=config.max_preemptions,
     )
-    return _spec(config, "scheduler", "scheduler_svc", service, num_threads=1)
+    return _spec("scheduler", "scheduler_svc", service, num_threads=1)
 
 
 def worker_spec(config: ServeConfig, redis_url: str, index: int) -> ChildSpec:
@@ -39,14 +39,14 @@ def worker_spec(config: ServeConfig, redis_url: str, index: int) -> ChildSpec:
         model=config.model,
         engine=replace(config.engine, num_threads=num_threads),
     )
-    return _spec(config, f"worker-{index}", "gpu_worker", service, num_threads=num_threads)
+    return _spec(f"worker-{index}", "gpu_worker", service, num_threads=num_threads)
 
 
 def gateway_spec(config: ServeConfig, redis_url: str, index: int, port: int) -> ChildSpec:
     """Gateway `index` on `port`."""
     process = replace(_process(config, redis_url, 0), metrics_port=None)
     service = GatewayConfig(process=process, model=config.model, http=replace(config.http, port=port))
-    return _spec(config, f"gateway-{index}", "gateway", service, num_threads=1)
+    return _spec(f"gateway-{index}", "gateway", service, num_threads=1)
 
 
 def threads_per_worker(num_workers: int) -> int:
@@ -60,9 +60,8 @@ def _process(config: ServeConfig, redis_url: str, metrics_offset: int) -> Proces
     return replace(config.process, redis_url=redis_url, metrics_port=counted)
 
 
-def _spec(config: ServeConfig, name: str, module: str, service: object, *, num_threads: int) -> ChildSpec:
+def _spec(name: str, module: str, service: object, *, num_threads: int) -> ChildSpec:
     public, secrets = _split_secrets(service)
-    once = _failpoints_once(config, name)
     compute = {
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
@@ -74,7 +73,6 @@ def _spec(config: ServeConfig, name: str, module: str, service: object, *, num_t
         # -P: a folder in the current directory must not be taken for a package of ours
         argv=(sys.executable, "-P", "-m", module, *flags.to_argv(public)),
         environment=child_environment(compute | secrets),
-        first_argv=(f"--failpoints={once}",) if once else (),
     )
 
 
@@ -90,9 +88,3 @@ def _split_secrets(service: object) -> tuple[object, dict[str, str]]:
         environment[flags.variable("redis_url")] = service.process.redis_url
         service = replace(service, process=replace(service.process, redis_url=""))
     return service, environment
-
-
-def _failpoints_once(config: ServeConfig, name: str) -> str:
-    """What `failpoints_once` arms in the service `name`."""
-    specs = [item.partition(":")[2] for item in config.failpoints_once if item.partition(":")[0] == name]
-    return ";".join(specs)

@@ -49,12 +49,11 @@ class StartFailed(QuireError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
-    """How to run one child. `first_argv` is appended at its first start only."""
+    """How to run one child."""
 
     name: str
     argv: tuple[str, ...]
     environment: Mapping[str, str]
-    first_argv: tuple[str, ...] = ()
 
 
 class Signals:
@@ -127,7 +126,7 @@ class Supervisor:
         """Run `spec` and keep it running."""
         child = _Child(spec)
         self._children[spec.name] = child
-        self._launch(child, spec.argv + spec.first_argv)
+        self._launch(child)
 
     def pids(self) -> dict[str, int]:
         """Process id of each child that runs now, by name."""
@@ -145,7 +144,7 @@ class Supervisor:
         for child in self._children.values():
             self._note_death(child)
             if child.restart_at is not None and time.monotonic() >= child.restart_at:
-                self._launch(child, child.spec.argv)
+                self._launch(child)
 
     def stop(self, order: Sequence[Sequence[str]], grace_s: float) -> None:
         """Stop the named groups one after another: SIGTERM, `grace_s` to end, then SIGKILL. A further stop signal
@@ -168,7 +167,7 @@ class Supervisor:
         _kill(list(self._children.values()))
         self._children.clear()
 
-    def _launch(self, child: _Child, argv: tuple[str, ...]) -> None:
+    def _launch(self, child: _Child) -> None:
         parent = os.getpid()
 
         def in_child() -> None:
@@ -179,7 +178,7 @@ class Supervisor:
         child.restart_at = None
         child.started_at = time.monotonic()
         child.process = subprocess.Popen(
-            argv,
+            child.spec.argv,
             stdin=subprocess.DEVNULL,
             env=dict(child.spec.environment),
             process_group=0,

@@ -114,8 +114,6 @@ class ServeConfig:
     max_preemptions: int = setting(8, "a request preempted this often is not preempted again", minimum=1)
     cache_dir: str = setting("", "folder for converted models; default: ~/.cache/quire")
     data_dir: str = setting("", "folder for the private Redis' data, kept; default: a new one, removed at exit")
-    failpoints_once: tuple[str, ...] = setting((), "SERVICE:SPEC: failpoints of one service's first start only, "
-                                               "as worker-0:worker.before_commit=kill@3", is_hidden=True)  # fmt: skip
     state_file: str = setting("", "write process ids, ports and the Redis address here as JSON", is_hidden=True)
 
 

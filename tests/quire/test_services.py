@@ -98,17 +98,6 @@ def test_variables_of_the_launcher_do_not_reach_children(monkeypatch: pytest.Mon
     assert read_back(spec, WorkerConfig).engine.max_num_seqs == EngineConfig().max_num_seqs
 
 
-def test_failpoints_once_are_for_the_first_start_of_one_service() -> None:
-    """Only the named service should have them, and only in its first start's arguments."""
-    config = make_config(
-        failpoints_once=("worker-1:worker.before_commit=kill@3", "scheduler:scheduler.after_read=kill")
-    )
-    assert services.worker_spec(config, REDIS, 0).first_argv == ()
-    spec = services.worker_spec(config, REDIS, 1)
-    assert spec.first_argv == ("--failpoints=worker.before_commit=kill@3",)
-    assert not any("failpoints" in argument for argument in spec.argv)
-
-
 def test_compute_threads_are_set_once_for_all_libraries() -> None:
     """Each worker's libraries should use its share of the cores, and wait without spinning for long."""
     environment = services.worker_spec(make_config(engine=EngineConfig(num_threads=3)), REDIS, 0).environment
