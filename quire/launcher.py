@@ -48,7 +48,7 @@ def serve(config: ServeConfig) -> int:
     say(f"version {__version__}")
     ports = choose_ports(config.http.host, config.http.port, config.gateways)
     folder = checkpoint.resolve(config.model.model, _cache_dir(config), say)
-    names = config.model.served_model_name or (_default_name(folder),)
+    names = config.model.served_model_name or (folder.name,)
     model = replace(config.model, model=str(folder), served_model_name=names)
     with Signals() as signals, contextlib.ExitStack() as cleanup:
         cell = _Cell(replace(config, model=model), ports, signals, cleanup)
@@ -169,14 +169,12 @@ class _Cell:
         self._supervisor.stop([*order, ["redis"]], self._config.process.drain_s + STOP_MARGIN_S)
 
     def _url(self, port: int) -> str:
-        host = self._config.http.host
-        reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-        return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+        return reachable_url(self._config.http.host, port)
 
     def _announce(self) -> None:
         config = self._config
         ports = ", ".join(map(str, self._ports))
-        say(f"ready on port {ports}; model {config.model.model}; Redis {_without_password(self._redis_url)}")
+        say(f"ready on port {ports}; model {config.model.model}; Redis {without_password(self._redis_url)}")
         body = {
             "model": config.model.served_model_name[0],
             "messages": [{"role": "user", "content": "What is the capital of France?"}],
@@ -220,10 +218,13 @@ def _cache_dir(config: ServeConfig) -> Path:
     return Path(config.cache_dir).expanduser() if config.cache_dir else checkpoint.default_cache_dir()
 
 
-def _default_name(folder: Path) -> str:
-    return folder.name
+def reachable_url(host: str, port: int) -> str:
+    """Where something that listens on `host` can be reached from this machine."""
+    reachable = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
-def _without_password(url: str) -> str:
+def without_password(url: str) -> str:
+    """`url` as it may be shown."""
     scheme, separator, rest = url.partition("://")
     return scheme + separator + rest.rpartition("@")[2]
