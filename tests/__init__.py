@@ -1,1 +1,1 @@
-"""Tests; the same tree as the code."""
+"""Tests, in the tree of what they test."""
