@@ -4,8 +4,9 @@ Armed by the setting `failpoints`, e.g. `worker.before_commit=kill@3;bus.commit.
 
 * `kill`: SIGKILL to this process · `stop`: SIGSTOP · `drop`: raise `BusUnavailable`, as a lost reply does ·
   `sleep:SECONDS`: block the thread, event loop included · `raise`: RuntimeError;
-* `@n`: at the n-th pass only (from 1); without it at each pass. `PATTERN` after a `?` (`name?POISON=kill`) acts only
-  when the detail that the place passes contains it.
+* `@n`: at the n-th pass only (from 1); without it at each pass;
+* `?PATTERN` behind the name (`name?POISON=kill`): only when the detail that the place passes contains it;
+* `#PATH` at the end: only by whoever creates the file PATH first, so one process of many, once.
 
 The places, by the stages of the fault matrix:
 
@@ -63,23 +64,25 @@ class _Armed:
     argument: str
     at_pass: int | None
     pattern: str
+    latch: str
     passes: int = 0
 
 
 _armed: dict[str, _Armed] = {}
 
 
-def arm(spec: str) -> None:
-    """Arm what `spec` says, replacing what was armed. Raises `ConfigError` for a bad spec."""
+def arm(specs: str) -> None:
+    """Arm what `specs` says, replacing what was armed. Raises `ConfigError` for a bad spec."""
     _armed.clear()
-    for part in filter(None, (p.strip() for p in spec.split(";"))):
-        name, _, rest = part.partition("=")
+    for part in filter(None, (p.strip() for p in specs.split(";"))):
+        spec, _, latch = part.partition("#")
+        name, _, rest = spec.rpartition("=")
         name, _, pattern = name.partition("?")
         action, _, count = rest.partition("@")
         action, _, argument = action.partition(":")
         if name not in NAMES or action not in ACTIONS or (count and not count.isdigit()):
-            raise ConfigError(f"failpoints: {part!r} is not NAME[?PATTERN]=ACTION[:ARG][@N]; actions: {ACTIONS}")
-        _armed[name] = _Armed(action, argument, int(count) if count else None, pattern)
+            raise ConfigError(f"failpoints: {part!r} is not NAME[?PATTERN]=ACTION[:ARG][@N][#PATH]; actions: {ACTIONS}")
+        _armed[name] = _Armed(action, argument, int(count) if count else None, pattern, latch)
 
 
 def failpoint(name: str, detail: str = "") -> None:
@@ -93,6 +96,8 @@ def _act(name: str, armed: _Armed) -> None:
     armed.passes += 1
     if armed.at_pass is not None and armed.passes != armed.at_pass:
         return
+    if armed.latch and not _take_latch(armed.latch):
+        return
     if armed.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif armed.action == "stop":
@@ -103,3 +108,12 @@ def _act(name: str, armed: _Armed) -> None:
         raise BusUnavailable(f"failpoint {name}: the reply is lost")
     else:
         raise RuntimeError(f"failpoint {name}")
+
+
+def _take_latch(path: str) -> bool:
+    """Whether this process is the first to come here."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    return True
