@@ -89,6 +89,7 @@ class GatewayConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     process: ProcessConfig = field(default_factory=ProcessConfig)
+    orphan_ttl_s: float = setting(30.0, "how long a request runs on when its gateway died", minimum=0)
     max_crashes: int = setting(3, "deaths of workers in a row that a request may cause", minimum=1)
     worker_stall_s: float = setting(60.0, "a worker with work that makes no step this long is lost", minimum=1)
     max_preemptions: int = setting(8, "a request preempted this often is not preempted again", minimum=1)
