@@ -26,6 +26,7 @@ class ProcessConfig:
     metrics_port: int | None = setting(None, "port for /metrics of scheduler and worker; none: not served", minimum=0,
                                        maximum=65535)  # fmt: skip
     failpoints: str = setting("", "arm failpoints, for fault tests: name=action[@n];...", is_hidden=True)
+    die_with_parent: bool = setting(False, "end when the parent process does, however it ends", is_hidden=True)
     worker_lease_s: float = setting(3.0, "a worker whose counter stands still this long is lost", minimum=0.2)
     leader_lease_s: float = setting(1.5, "a scheduler whose counter stands still this long is replaced", minimum=0.2)
     drain_s: float = setting(30.0, "on SIGTERM, seconds to finish work before handing it over", minimum=0)
@@ -51,6 +52,7 @@ class HttpConfig:
     port: int = setting(8000, "first port; gateway i listens on port + i (0: any free one)", minimum=0, maximum=65535)
     api_key: tuple[str, ...] = setting((), "key(s) that clients must send as a bearer token; none: open")
     max_body_bytes: int = setting(16 * 1024 * 1024, "largest request body", minimum=1024)
+    body_timeout_s: float = setting(30.0, "how long a client may take to send its body", minimum=0.1)
     request_timeout_s: float = setting(600.0, "deadline of a request", minimum=1)
     orphan_ttl_s: float = setting(30.0, "how long a request runs on when nobody listens any more", minimum=0)
     record_ttl_s: float = setting(600.0, "how long an ended stream can still be read", minimum=1)
