@@ -8,6 +8,7 @@ and no `[DONE]`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 from aiohttp import web
@@ -73,7 +74,9 @@ class Exchange:
             return await self._fail(error)
         except ConnectionError:
             self._end_early("cancelled")
-            raise
+            if self._started is None:
+                raise
+            return self._started
         except asyncio.CancelledError:
             self._end_cancelled(is_stream=is_stream)
             raise
@@ -103,7 +106,8 @@ class Exchange:
             self._watch.note(event for _, event in batch)
         response = response or await self._start()  # nothing to send: the client has had everything
         self._end_complete()
-        await response.write_eof()
+        with contextlib.suppress(ConnectionError):  # a client may leave once it has seen the last event
+            await response.write_eof()
         return response
 
     async def _start(self) -> web.StreamResponse:
