@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-import time
-from collections.abc import Callable
-=======
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
 POLL_S = 0.01
->>>>>>> gateway
 
 
 def wait_until(condition: Callable[[], object], *, description: str, timeout_s: float = 20.0) -> None:
@@ -20,9 +15,6 @@ def wait_until(condition: Callable[[], object], *, description: str, timeout_s: 
     while not condition():
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s:g} s: {description}")
-<<<<<<< HEAD
-        time.sleep(0.02)
-=======
         time.sleep(POLL_S)
 
 
@@ -35,4 +27,3 @@ async def wait_until_async(
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s:g} s: {description}")
         await asyncio.sleep(POLL_S)
->>>>>>> gateway
