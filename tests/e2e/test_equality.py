@@ -1,0 +1,96 @@
+"""Thirty-two requests at once in a cache too small for them give, token for token, what `transformers` gives alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.ids import RequestId
+from shared.log import TokenEntry, decode_entries
+from shared.redis_bus import open_bus
+from tests.e2e.cell import Cell
+from tests.e2e.reference import GreedyReference
+from tests.faults.checker import check_at_rest, read_metrics
+from tests.faults.streams import StreamRecord, follow_all
+
+PROMPT_SEED = 20261129
+NUM_REQUESTS = 32
+NUM_TOKENS = 64
+MIN_PREEMPTIONS = 5
+POOL_TOKENS = 3072
+"""Room for a third of what all 32 need at once (about 10,000 tokens)."""
+BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
+"""Of the `test` model: K and V, layers, KV heads, head size, fp32."""
+
+MATRIX = [(block_size, budget) for block_size in (8, 16, 32) for budget in (32, 100, 512)]
+IN_MAKE_TEST = {(8, 100), (16, 32), (32, 512)}
+
+
+def make_prompts(low: int, high: int) -> list[list[int]]:
+    """32 prompts of 16 to 512 token ids in [low, high), from the committed seed."""
+    rng = random.Random(PROMPT_SEED)
+    return [[rng.randrange(low, high) for _ in range(rng.randint(16, 512))] for _ in range(NUM_REQUESTS)]
+
+
+def make_bodies(prompts: list[list[int]], model: str) -> dict[str, dict[str, Any]]:
+    return {
+        str(i): {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": NUM_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for i, prompt in enumerate(prompts)
+    }
+
+
+async def read_token_ids(redis_url: str, records: dict[str, StreamRecord]) -> list[list[int]]:
+    """The token ids that the log holds for each stream."""
+    bus = open_bus(redis_url)
+    try:
+        logs = [await bus.read_log(RequestId(record.request_id)) for record in records.values()]
+    finally:
+        await bus.close()
+    return [[e.token_id for e in decode_entries(log) if isinstance(e, TokenEntry)] for log in logs]
+
+
+async def check_equality(cell: Cell, prompts: list[list[int]], model: str, reference: GreedyReference) -> None:
+    """All streams end, their tokens equal the reference's, preemption was at work, and nothing is left."""
+    records = await follow_all(cell.url, make_bodies(prompts, model))
+    assert {record.ending for record in records.values()} == {"done"}, [r.error for r in records.values() if r.error]
+    actual = await read_token_ids(cell.redis_url, records)
+    assert [len(token_ids) for token_ids in actual] == [NUM_TOKENS] * NUM_REQUESTS
+    mismatches = [reference.explain_mismatch(*pair) for pair in zip(prompts, actual, strict=True)]
+    assert [text for text in mismatches if text] == []
+    metrics = await read_metrics(cell.url)
+    assert metrics["vllm:num_preemptions_total"] >= MIN_PREEMPTIONS
+    await check_at_rest(cell.redis_url, cell.url)
+
+
+@pytest.fixture(scope="module")
+def reference(model_folder: Path) -> GreedyReference:
+    return GreedyReference(model_folder)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "budget"),
+    [pytest.param(*pair, marks=() if pair in IN_MAKE_TEST else pytest.mark.slow) for pair in MATRIX],
+)
+async def test_tokens_equal_transformers(
+    start_cell: Callable[..., Cell], reference: GreedyReference, block_size: int, budget: int
+) -> None:
+    """Paged, chunked, batched and preempted, each request should give the reference's tokens."""
+    cell = start_cell(
+        f"--block-size={block_size}",
+        f"--max-num-batched-tokens={budget}",
+        f"--kv-cache-memory-bytes={POOL_TOKENS * BYTES_PER_TOKEN}",
+        "--max-model-len=640",
+    )
+    await check_equality(cell, make_prompts(10, 500), "test-llama", reference)
