@@ -75,11 +75,12 @@ async def _load_model(bus: Bus, config: WorkerConfig, place: Place) -> LoadedMod
 
     _log.info("loading model", model=config.model.model)
     since = time.monotonic()
+    model: LoadedModel | None = None
     try:
-        model: LoadedModel = load_runner(config)
-    except BaseException:
-        await _give_claim_back(bus, place)
-        raise
+        model = load_runner(config)
+    finally:
+        if model is None:
+            await _give_claim_back(bus, place)
     num_tokens = model.num_blocks * model.block_size
     _log.info(
         "model loaded", seconds=time.monotonic() - since, device=model.device, dtype=model.dtype,
