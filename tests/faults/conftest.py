@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cell import Cell
-from tests.e2e.conftest import SMALL, model_folder, start_cell
+from tests.e2e.conftest import SMALL, cell, model_folder, start_cell
 from tests.faults.kinds import KINDS
 from tests.faults.streams import StreamRecord, follow_all
 
-__all__ = ["model_folder", "start_cell"]
+__all__ = ["cell", "model_folder", "start_cell"]
 
 
 @pytest.fixture(scope="session")
 def undisturbed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, StreamRecord]:
     """Kind → its stream from a cell of one worker to which nothing happens."""
-    cell = Cell(model_folder, tmp_path_factory.mktemp("undisturbed"), *SMALL)
+    quiet = Cell(model_folder, tmp_path_factory.mktemp("undisturbed"), *SMALL)
     try:
-        return asyncio.run(follow_all(cell.url, KINDS))
+        return asyncio.run(follow_all(quiet.url, KINDS))
     finally:
-        cell.close()
+        quiet.close()
 
 
 @pytest.fixture
