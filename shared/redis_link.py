@@ -86,11 +86,18 @@ class RedisLink:
 
 @asynccontextmanager
 async def _our_errors(timeout_s: float) -> AsyncIterator[None]:
+    """Redis-py's errors as ours, and the cancellations that it swallows while it connects (seen with 8.1.0)."""
     from redis import exceptions
 
+    task = asyncio.current_task()
+    num_cancels = task.cancelling() if task is not None else 0
     try:
         async with asyncio.timeout(timeout_s):
-            yield
+            try:
+                yield
+            finally:
+                if task is not None and task.cancelling() > num_cancels:
+                    raise asyncio.CancelledError
     except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
         raise BusUnavailable(f"Redis: {str(error) or type(error).__name__}") from error
     except exceptions.ResponseError as error:
