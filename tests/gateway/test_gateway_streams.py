@@ -96,7 +96,9 @@ async def test_completion_logprobs_zero_is_not_off(site: Site) -> None:
 @pytest.mark.parametrize("num_top", [None, 0, 2])
 async def test_chat_logprobs_have_the_chat_schema(site: Site, num_top: int | None) -> None:
     """`logprobs: true` alone should be served, with an empty list of alternatives; the schema be chat's, streamed too."""
-    body = {"messages": USER, "logprobs": True, "max_tokens": 3} | ({} if num_top is None else {"top_logprobs": num_top})
+    body = {"messages": USER, "logprobs": True, "max_tokens": 3} | (
+        {} if num_top is None else {"top_logprobs": num_top}
+    )
     _, answer = await site.post(CHAT, body)
     content = answer["choices"][0]["logprobs"]["content"]
     assert [item["token"] for item in content] == ["hello", " world", ","]
