@@ -7,6 +7,7 @@ whether that is safe. Replies are raw RESP2 (bytes, ints, lists), the same from 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -84,10 +85,17 @@ class RedisLink:
 
 @asynccontextmanager
 async def _our_errors() -> AsyncIterator[None]:
+    """Redis-py's errors as ours, and the cancellations that it swallows while it connects (seen with 8.1.0)."""
     from redis import exceptions
 
+    task = asyncio.current_task()
+    num_cancels = task.cancelling() if task is not None else 0
     try:
-        yield
+        try:
+            yield
+        finally:
+            if task is not None and task.cancelling() > num_cancels:
+                raise asyncio.CancelledError
     except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
         raise BusUnavailable(f"Redis: {error}") from error
     except exceptions.ResponseError as error:
