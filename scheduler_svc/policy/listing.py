@@ -26,7 +26,9 @@ def compare(worker: Worker, now: float, *, lease_s: float) -> list[Decision]:
         if (held := worker.held.get(request.request_id)) is not None:
             _note_listed(request, applied)
             _note_waiting(request, held, worker.report.num_steps)
-        elif not _is_pending(request, applied):
+            continue
+        request.waits_from = None
+        if not _is_pending(request, applied):
             is_gone = request.was_listed or request.entry is not None
             if _note_unlisted(request, now, patience_s=GONE_S if is_gone else lease_s):
                 found.append(_requeue(worker, request))

@@ -23,22 +23,36 @@ def choose_revoked(worker: Worker, others: Iterable[Worker], max_preemptions: in
 
     It was sent ahead of a slot, or evicted, and another worker has become free first.
     """
-    free = [other for other in others if other is not worker and admission.has_slot(other)]
-    for request in sorted(_waiting(worker), key=lambda request: request.rank) if free else ():
-        if request.preemptions < max_preemptions and any(admission.can_take(other, request) for other in free):
+    waiting = [r for r in _passed_over(worker) if r.preemptions < max_preemptions]
+    if not waiting:
+        return None
+    idle = [other for other in others if admission.has_slot(other) and not _has_waiting(other)]
+    for request in sorted(waiting, key=lambda request: request.rank):
+        if any(admission.can_take(other, request) for other in idle):
             return request
     return None
 
 
-def _waiting(worker: Worker) -> list[Request]:
-    """Those that the worker has passed over in at least two steps."""
+def _passed_over(worker: Worker) -> list[Request]:
+    """Those that have waited for two steps or more, for want of a slot or of blocks (a prompt that waits for its share
+    of a step's tokens will have it soon)."""
     assert worker.report is not None
-    num_steps = worker.report.num_steps
+    report = worker.report
+    has_slot = sum(held.num_running for held in worker.held.values()) < worker.hello.max_num_seqs
     return [
         request
-        for request in worker.assigned.values()
-        if request.waits_from is not None and num_steps - request.waits_from >= 2 and not request.is_preempting
+        for request_id, request in worker.assigned.items()
+        if request.waits_from is not None
+        and report.num_steps - request.waits_from >= 2
+        and not request.is_preempting
+        and not (has_slot and worker.blocks_for(worker.held[request_id].num_tokens) <= report.free_blocks)
     ]
+
+
+def _has_waiting(worker: Worker) -> bool:
+    """Whether somebody assigned to `worker` does not run there yet."""
+    held = worker.held
+    return any(i not in held or held[i].num_waiting > 0 for i in worker.assigned)
 
 
 def _preference(worker: Worker, request: Request) -> tuple[bool, int, int, str]:
