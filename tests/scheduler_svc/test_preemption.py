@@ -152,20 +152,24 @@ def test_a_request_that_has_just_arrived_is_left_where_it_is() -> None:
 def test_a_prompt_that_waits_for_its_share_of_a_step_is_left_where_it_is() -> None:
     """With a slot and blocks free at its own worker, moving it would only start it later."""
     cell = PolicyCell()
-    cell.join("w1", "w2")
-    cell.observe(make_record("a", 1), make_record("b", 2), make_record("c", 3))
-    assert dispatched(cell.report("w2", applied="9-9")) == []
+    cell.see_workers(make_hello("w1"), make_hello("w2"))
+    cell.observe(running(make_record("a", 1), "w1"), running(make_record("c", 2), "w1"))
+    cell.report("w2")
+    lists = (held("a", blocks=2, tokens=18), waiting("c"))
     for steps in range(1, 9):
-        lists = (held("a", blocks=2, tokens=18), waiting("c"))
-        assert preempted(cell.report("w1", free=14, applied="9-9", num_steps=steps, held=lists)) == []
+        assert preempted(cell.report("w1", free=14, num_steps=steps, held=lists)) == []
+    assert preempted(cell.report("w1", free=0, num_steps=9, held=lists)) == ["c"], "no blocks: now it is worth it"
 
 
 def test_a_request_is_not_moved_to_a_worker_where_somebody_waits() -> None:
     """The other worker's own waiting requests come first, so requests should never change places in a circle."""
-    cell = two_full_workers()
-    assert dispatched(cell.observe(make_record("d", 4))) == [("d", "w2")]
-    cell.feed(d.Ended(request_ids=(make_record("b").summary.request_id,)))
-    cell.report("w2", free=16, applied="9-9", num_steps=9, held=(waiting("d"),))
+    cell = PolicyCell()
+    cell.see_workers(make_hello("w1", max_num_seqs=1), make_hello("w2"))
+    cell.observe(running(make_record("a", 1), "w1"), running(make_record("c", 2), "w1"))
+    cell.observe(running(make_record("d", 3), "w2"))
+    cell.report("w2", free=16, held=(waiting("d"),))
     lists = (held("a", blocks=2, tokens=18), waiting("c"))
     for steps in range(1, 9):
-        assert preempted(cell.report("w1", free=14, applied="9-9", num_steps=steps, held=lists)) == []
+        assert preempted(cell.report("w1", free=14, num_steps=steps, held=lists)) == []
+    cell.report("w2", free=14, held=(held("d", blocks=2, tokens=18),))
+    assert preempted(cell.report("w1", free=14, num_steps=9, held=lists)) == ["c"], "d runs: now it may"
