@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import time
 from typing import Any
 
@@ -20,7 +21,7 @@ async def refused(site: Site, path: str, body: dict[str, Any], *, param: str | N
     """The error object of a request that must be refused with 400, streaming or not, and store nothing."""
     error: dict[str, Any] = {}
     for stream in (False, True):
-        data = io.BytesIO(orjson.dumps(body | {"stream": stream}))
+        data = io.BytesIO(json.dumps(body | {"stream": stream}).encode())
         async with site.http.post(site.base_url + path, data=data) as response:
             assert response.status == 400, await response.text()
             assert response.content_type == "application/json"
