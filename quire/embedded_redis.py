@@ -72,7 +72,7 @@ class EmbeddedRedis:
     def start(self) -> None:
         """Start the server and wait until it answers; after `kill`, on the same data."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._refuse_second()
+        self.refuse_second()
         with contextlib.suppress(FileNotFoundError):
             self.socket_path.unlink()
         with open(self.folder / "redis.log", "ab") as log:
@@ -95,10 +95,11 @@ class EmbeddedRedis:
         """SIGKILL, as a crash does."""
         self._end(signal.SIGKILL)
 
-    def _refuse_second(self) -> None:
-        """Two servers on one folder would destroy its data; one whose launcher just died needs a moment to go."""
+    def refuse_second(self) -> None:
+        """Raise `ConfigError` when a server runs on the folder: two would destroy its data. One whose launcher just
+        died gets a moment to go."""
         deadline = time.monotonic() + LEAVE_TIMEOUT_S
-        while _answers(self.socket_path):
+        while self.answers():
             if time.monotonic() > deadline:
                 raise ConfigError(f"another Redis runs on {self.folder}; stop it or choose another folder")
             time.sleep(_POLL_S)

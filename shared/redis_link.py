@@ -3,17 +3,13 @@
 Commands and scripts share a small pool that queues callers; blocking reads have connections of their own, so that they
 never delay a script. redis-py's own retries are off: a caller of the bus decides what to do again, since only it knows
 whether that is safe. Replies are raw RESP2 (bytes, ints, lists), the same from every server version.
-
-Times are bounded here with `asyncio.timeout`, not by redis-py's `socket_timeout`: that one sends through
-`asyncio.wait_for`, which up to Python 3.11 swallows a cancellation that comes as the send completes, and a task that
-cannot be cancelled keeps its service from stopping.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from shared.errors import BusRefused, BusUnavailable, ConfigError, LeaderLost
@@ -43,13 +39,16 @@ class RedisLink:
             "protocol": 2,
             "retry": Retry(NoBackoff(), 0),
             "socket_connect_timeout": CONNECT_TIMEOUT_S,
-            "socket_timeout": None,
         }
         try:
             commands = BlockingConnectionPool.from_url(
-                url, max_connections=MAX_CONNECTIONS, timeout=COMMAND_TIMEOUT_S, **options
+                url,
+                max_connections=MAX_CONNECTIONS,
+                timeout=COMMAND_TIMEOUT_S,
+                socket_timeout=COMMAND_TIMEOUT_S,
+                **options,
             )
-            reads = ConnectionPool.from_url(url, **options)
+            reads = ConnectionPool.from_url(url, socket_timeout=COMMAND_TIMEOUT_S + MAX_BLOCK_MS / 1000, **options)
         except ValueError as error:
             raise ConfigError(f"redis_url: {error}") from None
         self._commands: Any = Redis(connection_pool=commands)
@@ -59,19 +58,19 @@ class RedisLink:
 
     async def call(self, *command: Argument) -> Any:
         """The raw reply of one command."""
-        async with _our_errors(COMMAND_TIMEOUT_S):
+        async with _our_errors():
             return await self._commands.execute_command(*command)
 
     async def wait(self, *command: Argument) -> Any:
         """The raw reply of one command that may block, on a connection of its own."""
-        async with _our_errors(COMMAND_TIMEOUT_S + MAX_BLOCK_MS / 1000):
+        async with _our_errors():
             return await self.reads.execute_command(*command)
 
     async def run(self, script: Script, *arguments: Argument) -> Any:
         """The raw reply of a script. Raises `LeaderLost` when it says so."""
         from redis.exceptions import NoScriptError
 
-        async with _our_errors(COMMAND_TIMEOUT_S):
+        async with _our_errors():
             try:
                 return await self._commands.execute_command("EVALSHA", script.sha, 0, *arguments)
             except NoScriptError:
@@ -84,22 +83,32 @@ class RedisLink:
             await client.connection_pool.disconnect()
 
 
+@contextmanager
+def keep_cancellation() -> Iterator[None]:
+    """Raise the cancellation that was lost within, if one was.
+
+    redis-py sends through `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes just as the
+    sending ends: the task would run on for ever, and a time-out around it never come.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    try:
+        yield
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError
+
+
 @asynccontextmanager
-async def _our_errors(timeout_s: float) -> AsyncIterator[None]:
-    """Redis-py's errors as ours, and the cancellations that it swallows while it connects (seen with 8.1.0)."""
+async def _our_errors() -> AsyncIterator[None]:
     from redis import exceptions
 
-    task = asyncio.current_task()
-    num_cancels = task.cancelling() if task is not None else 0
     try:
-        async with asyncio.timeout(timeout_s):
-            try:
-                yield
-            finally:
-                if task is not None and task.cancelling() > num_cancels:
-                    raise asyncio.CancelledError
+        with keep_cancellation():
+            yield
     except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
-        raise BusUnavailable(f"Redis: {str(error) or type(error).__name__}") from error
+        raise BusUnavailable(f"Redis: {error}") from error
     except exceptions.ResponseError as error:
         text = str(error)
         words = {word.lstrip("-") for word in text.split()}  # Redis 6.2 wraps a script's error in a sentence

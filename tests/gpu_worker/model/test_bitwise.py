@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from plans import advance, generate, give_blocks, make_runner, make_sequence, plan_step
 
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.model.runner import TorchRunner
+from tests.gpu_worker.model.plans import advance, generate, give_blocks, make_runner, make_sequence, plan_step
 
 PROMPT_LEN = 150
 PROMPT = [random.Random(5).randrange(500) for _ in range(PROMPT_LEN)]
