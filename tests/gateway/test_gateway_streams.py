@@ -10,8 +10,9 @@ import openai
 import orjson
 import pytest
 
-from shared.bus import Bus
+from gateway import limits
 from shared.ids import RequestId
+from shared.log import decode_entries
 from shared.messages import TokenChunk
 from tests.faults.streams import StreamRecord, follow
 from tests.gateway.conftest import TEXT, Site, SiteMaker
@@ -183,9 +184,9 @@ async def test_the_official_client_works_from_a_thread(site: Site) -> None:
 
 
 @pytest.mark.case(31)
-async def test_a_stop_string_ends_the_request(make_site: SiteMaker, bus: Bus) -> None:
+async def test_a_stop_string_ends_the_request(bus_site: Site) -> None:
     """A stop string should end the generation too, and usage count up to the token that completes it."""
-    site = await make_site(bus=bus)
+    site = bus_site
     site.says("the cat and then ", adds_end=False)
     body = {"prompt": "hi", "max_tokens": 400, "ignore_eos": True, "stop": ["and"]}
     _, answer = await site.post(COMPLETIONS, body)
@@ -235,11 +236,9 @@ async def _plain(site: Site, body: dict[str, Any]) -> StreamRecord:
 @pytest.mark.case(66)
 @pytest.mark.parametrize("is_stream", [True, False])
 @pytest.mark.parametrize("stage", ["queued", "prefill", "decode"])
-async def test_a_client_that_leaves_frees_everything(
-    make_site: SiteMaker, bus: Bus, is_stream: bool, stage: str
-) -> None:
+async def test_a_client_that_leaves_frees_everything(bus_site: Site, is_stream: bool, stage: str) -> None:
     """Leaving while queued, before the first token and in mid-stream should end the request within 2 s."""
-    site = await make_site(bus=bus)
+    site = bus_site
     site.says("cat ", adds_end=False)
     if stage == "queued":
         site.leader.is_dispatching.clear()
@@ -297,9 +296,9 @@ async def test_interleaved_streams_do_not_mix(site: Site) -> None:
         assert record.event_ids == sorted(set(record.event_ids))
 
 
-async def test_a_stream_can_be_resumed_after_every_event(make_site: SiteMaker, bus: Bus) -> None:
+async def test_a_stream_can_be_resumed_after_every_event(bus_site: Site) -> None:
     """From any event id on, an ended stream should give exactly the rest; from beyond its end a 400."""
-    site = await make_site(bus=bus)
+    site = bus_site
     body = {"messages": USER, "n": 2, "stream_options": {"include_usage": True}, "max_tokens": 30}
     whole = await stream(site, CHAT, body)
     url = f"{site.base_url}/v1/streams/{whole.request_id}"
@@ -316,9 +315,9 @@ async def test_a_stream_can_be_resumed_after_every_event(make_site: SiteMaker, b
         assert (await site.get(f"/v1/streams/{unknown}"))[0] == 404
 
 
-async def test_an_idempotent_request_survives_its_client(make_site: SiteMaker, bus: Bus) -> None:
+async def test_an_idempotent_request_survives_its_client(bus_site: Site) -> None:
     """With Idempotency-Key the request should run on; the same POST gets the rest, another body a 409."""
-    site = await make_site(bus=bus)
+    site = bus_site
     site.worker.step_s = 0.01
     body, headers = {"prompt": "hi", "max_tokens": 50}, {"Idempotency-Key": "k1"}
     record = await stream(site, COMPLETIONS, body, leave_after=3, headers=headers)
@@ -359,23 +358,29 @@ async def test_a_lost_last_message_is_found_within_seconds(site: Site) -> None:
     assert (record.texts, record.ending) == ({0: TEXT}, "done")
 
 
-async def test_a_slow_reader_is_refilled_from_the_log(make_site: SiteMaker) -> None:
-    """A client that does not read should cost a bounded buffer, and get everything when it reads on."""
-    site = await make_site()
+async def test_a_listener_that_is_not_read_stays_small(site: Site) -> None:
+    """What comes while a client does not read should cost a bounded buffer, and all be read from the log later."""
     site.says("cat ", adds_end=False)
-    body = {"prompt": "hi", "max_tokens": 400, "ignore_eos": True, "n": 20, "stream": True, "logprobs": 20}
-    async with site.http.post(site.base_url + COMPLETIONS, json=body) as response:
-        await response.content.readline()
+    body = {"prompt": "hi", "max_tokens": 400, "ignore_eos": True, "n": 20, "logprobs": 20}
+    posted = asyncio.create_task(site.post(COMPLETIONS, body))
 
-        async def has_finished() -> bool:
-            return not await site.bus.list_live()
+    async def is_live() -> bool:
+        return bool(await site.bus.list_live())
 
-        await wait_until_async(has_finished, description="the model is done")
-        (listeners,) = site.app.gateway.relay._listeners.values()
-        assert all(listener._num_buffered <= 256 * 1024 for listener in listeners)
-        text = (await response.read()).decode()
-    assert text.endswith("data: [DONE]\n\n")
-    assert text.count('"finish_reason":"length"') == 20
+    await wait_until_async(is_live, description="the request is live")
+    (request_id,) = await site.bus.list_live()
+    listener = site.app.gateway.relay.listen(request_id)
+    assert (await posted)[0] == 200
+    log = await site.bus.read_log(request_id)
+    assert len(log) > 4 * limits.MAX_BUFFERED_BYTES
+    assert listener.num_buffered <= limits.MAX_BUFFERED_BYTES
+    listener.refill()
+    entries = await listener.read()
+    while listener.ended is None:
+        entries += await listener.read()
+    assert entries == decode_entries(log)
+    listener.close()
+    assert site.app.gateway.relay.num_listeners == 0
 
 
 async def test_keep_alive_opens_the_stream_early(make_site: SiteMaker) -> None:
