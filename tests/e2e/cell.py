@@ -33,6 +33,7 @@ class Cell:
 
     def __init__(self, model: Path | None, folder: Path, *flags: str) -> None:
         self.folder = folder
+        self.model_name = model.name
         self._state_file = folder / "state.json"
         self._state_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "quire", "serve", "--port=0", f"--state-file={self._state_file}"]

@@ -22,10 +22,18 @@ class GreedyReference:
         self._model.eval()
 
     @torch.inference_mode()
+    def logits(self, prompt: list[int], output: list[int]) -> torch.Tensor:
+        """[len(output), vocabulary] fp32: the logits from which each token of `output` is drawn."""
+        return self._model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
+
+    def logprobs(self, prompt: list[int], output: list[int]) -> torch.Tensor:
+        """The same as natural log-probabilities."""
+        return self.logits(prompt, output).log_softmax(dim=-1)
+
     def explain_mismatch(self, prompt: list[int], output: list[int]) -> str:
         """Empty when `output` is the greedy one (up to ties closer than `MARGIN_TOLERANCE`), else the first difference
         with the margin between the reference's best two logits there; printed in both cases."""
-        logits = self._model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
+        logits = self.logits(prompt, output)
         for position, token_id in enumerate(output):
             best = logits[position].topk(2)
             expected, margin = int(best.indices[0]), float(best.values[0] - best.values[1])
