@@ -24,10 +24,8 @@ def scheduler_spec(config: ServeConfig, redis_url: str) -> ChildSpec:
     """The one scheduler."""
     service = SchedulerConfig(
         process=_process(config, redis_url, 0),
+        scheduling=config.scheduling,
         orphan_ttl_s=config.http.orphan_ttl_s,
-        max_crashes=config.max_crashes,
-        worker_stall_s=config.worker_stall_s,
-        max_preemptions=config.max_preemptions,
     )
     return _spec("scheduler", "scheduler_svc", service, num_threads=1)
 

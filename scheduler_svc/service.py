@@ -329,10 +329,11 @@ class _Term:
 def _policy_config(config: SchedulerConfig) -> PolicyConfig:
     return PolicyConfig(
         worker_lease_s=config.process.worker_lease_s,
-        worker_stall_s=config.worker_stall_s,
+        worker_stall_s=config.scheduling.worker_stall_s,
         orphan_ttl_s=config.orphan_ttl_s,
-        max_crashes=config.max_crashes,
-        max_preemptions=config.max_preemptions,
+        max_crashes=config.scheduling.max_crashes,
+        max_preemptions=config.scheduling.max_preemptions,
+        admission_headroom=config.scheduling.admission_headroom,
     )
 
 

@@ -81,6 +81,18 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingConfig:
+    """The scheduler's rules."""
+
+    max_crashes: int = setting(3, "deaths of workers in a row that a request may cause", minimum=1)
+    worker_stall_s: float = setting(60.0, "a worker with work that makes no step this long is lost", minimum=1)
+    max_preemptions: int = setting(8, "a request preempted this often is not preempted again", minimum=1)
+    admission_headroom: int | None = setting(
+        None, "tokens of growth kept free for each sequence at admission; default: what the forecast says", minimum=0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
     process: ProcessConfig = field(default_factory=ProcessConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -90,10 +102,8 @@ class GatewayConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     process: ProcessConfig = field(default_factory=ProcessConfig)
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     orphan_ttl_s: float = setting(30.0, "how long a request runs on when its gateway died", minimum=0)
-    max_crashes: int = setting(3, "deaths of workers in a row that a request may cause", minimum=1)
-    worker_stall_s: float = setting(60.0, "a worker with work that makes no step this long is lost", minimum=1)
-    max_preemptions: int = setting(8, "a request preempted this often is not preempted again", minimum=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +121,9 @@ class ServeConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     workers: int = setting(1, "workers to start", minimum=1, maximum=64)
     gateways: int = setting(1, "gateways to start, on ports P, P+1, ...", minimum=1, maximum=64)
-    max_crashes: int = setting(3, "deaths of workers in a row that a request may cause", minimum=1)
-    worker_stall_s: float = setting(60.0, "a worker with work that makes no step this long is lost", minimum=1)
-    max_preemptions: int = setting(8, "a request preempted this often is not preempted again", minimum=1)
     cache_dir: str = setting("", "folder for converted models; default: ~/.cache/quire")
     data_dir: str = setting("", "folder for the private Redis' data, kept; default: a new one, removed at exit")
     state_file: str = setting("", "write process ids, ports and the Redis address here as JSON", is_hidden=True)

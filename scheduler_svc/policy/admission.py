@@ -29,7 +29,7 @@ def can_ever_hold(worker: Worker, request: Request) -> bool:
 
 def headroom(worker: Worker) -> int:
     """Tokens of growth that are kept for each sequence."""
-    return horizon(worker) + GROWTH_TOKENS
+    return horizon(worker) + GROWTH_TOKENS if worker.headroom is None else worker.headroom
 
 
 def demand(worker: Worker, request: Request) -> int:

@@ -40,6 +40,7 @@ class PolicyConfig:
     orphan_ttl_s: float = 30.0
     max_crashes: int = 3
     max_preemptions: int = 8
+    admission_headroom: int | None = None
 
 
 class Policy:
@@ -255,7 +256,7 @@ class Policy:
     def _on_workers(self, pulses: tuple[WorkerPulse, ...], now: float) -> Decisions:
         seen = {pulse.hello.worker_id: pulse for pulse in pulses}
         joined = [pulse.hello for worker_id, pulse in seen.items() if worker_id not in self._workers]
-        self._workers |= {hello.worker_id: Worker(hello) for hello in joined}
+        self._workers |= {hello.worker_id: Worker(hello, self._config.admission_headroom) for hello in joined}
         found: Decisions = []
         for worker_id in [worker_id for worker_id in self._workers if worker_id not in seen]:
             found += self._remove_worker(worker_id)

@@ -136,12 +136,16 @@ class Load:
 
 
 class Worker:
-    """One worker; `report` is None until it has reported to this leader. `load` is a cache, None when out of date."""
+    """One worker; `report` is None until it has reported to this leader. `load` is a cache, None when out of date.
 
-    __slots__ = ("assigned", "held", "hello", "load", "report", "steps_per_report")
+    `headroom` is the growth in tokens kept free for each sequence at admission; None: as the forecast says.
+    """
 
-    def __init__(self, hello: WorkerHello) -> None:
+    __slots__ = ("assigned", "headroom", "held", "hello", "load", "report", "steps_per_report")
+
+    def __init__(self, hello: WorkerHello, headroom: int | None = None) -> None:
         self.hello = hello
+        self.headroom = headroom
         self.report: WorkerReport | None = None
         self.assigned: dict[RequestId, Request] = {}
         self.held: dict[RequestId, HeldRequest] = {}

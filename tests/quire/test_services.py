@@ -17,6 +17,7 @@ from shared.config import (
     ModelConfig,
     ProcessConfig,
     SchedulerConfig,
+    SchedulingConfig,
     ServeConfig,
     WorkerConfig,
 )
@@ -33,9 +34,7 @@ def make_config(**changes: object) -> ServeConfig:
         http=HttpConfig(host="0.0.0.0", api_key=("key-1", "key-2"), sse_keep_alive_s=0.5, orphan_ttl_s=3.5),
         engine=EngineConfig(block_size=8, kv_cache_memory_bytes=12345, max_num_seqs=3, enforce_eager=True),
         workers=2,
-        max_crashes=4,
-        worker_stall_s=9.0,
-        max_preemptions=5,
+        scheduling=SchedulingConfig(max_crashes=4, worker_stall_s=9.0, max_preemptions=5, admission_headroom=7),
     )
     return replace(config, **changes)  # type: ignore[arg-type]
 
@@ -68,9 +67,8 @@ def test_scheduler_reads_what_the_launcher_was_told() -> None:
     config = make_config()
     read = read_back(services.scheduler_spec(config, REDIS), SchedulerConfig)
     process = replace(config.process, redis_url=REDIS)
-    assert read == SchedulerConfig(
-        process=process, orphan_ttl_s=3.5, max_crashes=4, worker_stall_s=9.0, max_preemptions=5
-    )
+    scheduling = SchedulingConfig(max_crashes=4, worker_stall_s=9.0, max_preemptions=5, admission_headroom=7)
+    assert read == SchedulerConfig(process=process, orphan_ttl_s=3.5, scheduling=scheduling)
 
 
 def test_secrets_are_not_on_command_lines() -> None:

@@ -11,7 +11,7 @@ from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.service import SchedulerService
 from shared.bus import Bus, CommitItem, NewRequest, RequestRecord
 from shared.clock import MonotonicClock
-from shared.config import ProcessConfig, SchedulerConfig
+from shared.config import ProcessConfig, SchedulerConfig, SchedulingConfig
 from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId, new_request_id
 from shared.log import FinishEntry, TokenEntry, encode_entry
 from shared.messages import (
@@ -103,7 +103,8 @@ class ServiceCell:
         self.bus = bus
         leases = {name: settings.pop(name) for name in ("worker_lease_s", "leader_lease_s") if name in settings}
         process = ProcessConfig(**{"worker_lease_s": 1.5, "leader_lease_s": 0.4} | leases)
-        self.config = SchedulerConfig(process=process, **settings)
+        orphans = {name: settings.pop(name) for name in ("orphan_ttl_s",) if name in settings}
+        self.config = SchedulerConfig(process=process, scheduling=SchedulingConfig(**settings), **orphans)
         self._tasks: list[asyncio.Task[None]] = []
         self._gateway: asyncio.Task[None] | None = None
 
