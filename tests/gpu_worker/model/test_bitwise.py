@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from plans import advance, generate, give_blocks, make_runner, make_sequence, plan_step
+from hand_made_plans import advance, generate, give_blocks, make_runner, make_sequence, plan_step
 
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.model.runner import TorchRunner

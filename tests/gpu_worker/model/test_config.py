@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plans import make_runner
+from hand_made_plans import make_runner
 from safetensors.torch import load_file, save_file
 
 from gpu_worker.model.config import RopeScaling, read_config
