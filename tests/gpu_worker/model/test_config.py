@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hand_made_plans import make_runner
 from safetensors.torch import load_file, save_file
 
 from gpu_worker.model.config import RopeScaling, read_config
 from gpu_worker.model.loader import fingerprint
 from shared.errors import ConfigError
+from tests.gpu_worker.model.plans import make_runner
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hand_made_plans import make_sequence
 
 from gpu_worker.engine.batch_plan import BatchPlan, PlannedChunk
 from gpu_worker.model.inputs import PADDING_SLOT, StepCapacity, StepInputs
+from tests.gpu_worker.model.plans import make_sequence
 
 
 def make_inputs() -> StepInputs:

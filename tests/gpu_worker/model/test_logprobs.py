@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hand_made_plans import give_blocks, make_runner, make_sequence, plan_step
+
+from tests.gpu_worker.model.plans import give_blocks, make_runner, make_sequence, plan_step
 
 
 def test_logprobs_match_a_reference_forward(llama_folder: Path) -> None:
