@@ -112,6 +112,7 @@ async def submit(processes: Processes) -> RequestId:
     return await processes.cell.submit(tuple(range(20, 60)), n=2, max_tokens=200, temperature=0.9, seed=5)
 
 
+@pytest.mark.case(96)
 @pytest.mark.parametrize(
     "failpoint",
     ["worker.after_inbox=kill", "worker.in_prefill=kill", "worker.before_commit=kill@7", "bus.commit.reply=kill@7"],
