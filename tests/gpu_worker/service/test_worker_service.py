@@ -234,8 +234,8 @@ async def test_a_worker_declared_dead_should_start_over(cell: Cell) -> None:
     assert await cell.bus.requeue(TOKEN, old_id) == [request_id]
     heir = await cell.start_worker()
     await cell.dispatch(request_id, heir)
-    zombie.runner.open()
     await cell.assert_as_solo(request_id)
+    zombie.runner.open()
     await wait_until(lambda: zombie.worker_id != old_id, description="the new incarnation to report")
     assert zombie.is_idle
     assert zombie.runner.num_rows == 0, "the model should have been told to forget"
@@ -323,6 +323,7 @@ async def test_draining_should_hand_over_suspects_that_wait(cell: Cell) -> None:
         await cell.dispatch(request_id, heir)
     await wait_until(lambda: len(heir.reports[-1].held) == 2, description="all to be held")
     heir.stop.set()
+    await wait_until(lambda: not heir.reports[-1].num_waiting, description="the waiting one to leave")
     heir.runner.open()
     await heir.task
     for request_id in suspects:
