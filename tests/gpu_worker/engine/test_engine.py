@@ -229,3 +229,13 @@ def test_failures_with_good_steps_between_should_not_end_the_engine() -> None:
         driver.engine.add(good)
         driver.run_until_idle()
         driver.assert_as_solo([good])
+
+
+def test_clear_should_forget_everything() -> None:
+    """A worker that starts over should find the whole pool free and no row of the model in use."""
+    driver = make_driver()
+    for name in "abc":
+        driver.engine.add(make_sequence(name))
+    driver.step()
+    driver.engine.clear()
+    driver.run_until_idle(max_steps=0)
