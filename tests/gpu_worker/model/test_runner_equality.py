@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from plans import generate, give_blocks, make_runner, make_sequence
+
+from tests.gpu_worker.model.plans import generate, give_blocks, make_runner, make_sequence
 
 PROMPT_LENS = (1, 2, 15, 16, 17, 63, 100, 140)
 NUM_TOKENS = 24
