@@ -142,9 +142,11 @@ async def test_term_should_finish_or_hand_over(processes: Processes) -> None:
     assert await processes.end(hasty) == 0
     record = await processes.cell.record(moved)
     assert (record.state, record.preemptions) == (RequestState.QUEUED, 0)
+    num_moved = len(await processes.cell.logged(moved))
     await processes.dispatch(finished, patient_id)
     await processes.dispatch(moved, patient_id)
     await processes.cell.wait_for_tokens(finished, 1)
+    await processes.cell.wait_for_tokens(moved, num_moved + 1)  # what comes while it drains would be given back
     patient.send_signal(signal.SIGTERM)
     assert await processes.end(patient) == 0
     await processes.assert_same(moved, finished)
