@@ -7,6 +7,7 @@ whether that is safe. Replies are raw RESP2 (bytes, ints, lists), the same from 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -86,8 +87,13 @@ class RedisLink:
 async def _our_errors() -> AsyncIterator[None]:
     from redis import exceptions
 
+    task = asyncio.current_task()
+    cancels_before = task.cancelling() if task else 0
     try:
         yield
+        if task and task.cancelling() > cancels_before:
+            # redis-py sends under `asyncio.wait_for`, which on Python 3.11 loses a cancellation that comes as it ends
+            raise asyncio.CancelledError
     except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
         raise BusUnavailable(f"Redis: {error}") from error
     except exceptions.ResponseError as error:
