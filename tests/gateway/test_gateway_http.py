@@ -106,8 +106,8 @@ async def test_a_compressed_bomb_is_413(make_site: SiteMaker) -> None:
 
 @pytest.mark.case(104)
 @pytest.mark.parametrize("path", [
-    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/tiny", "/v1/streams/x", "/metrics", "/tokenize",
-    "/detokenize", "//v1/models", "/V1/models", "/v1/models/", "/v1/%6dodels", "/%2e/health", "/health/", "/", "/docs",
+    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/tiny", "/v1/streams/x", "/metrics",
+    "/tokenize", "/detokenize", "//v1/models", "/V1/models", "/v1/models/", "/v1/%6dodels", "/%2e/health", "/health/", "/", "/docs",
     "/health/../v1/models", "/v1/models?x=/health"])  # fmt: skip
 async def test_everything_but_probes_needs_the_key(make_site: SiteMaker, path: str) -> None:
     """Without the key every path, method and Host should be a 401, decided on the routed path."""
@@ -180,11 +180,17 @@ async def test_another_tenants_stream_is_404(make_site: SiteMaker) -> None:
 
 @pytest.mark.case(109)
 async def test_a_pickle_is_only_a_bad_body(site: Site) -> None:
-    """A pickled body should be refused as bad JSON, and nothing in the tree load pickles."""
+    """A pickled body should be refused as bad JSON."""
     status, _ = await site.post_raw(COMPLETIONS, pickle.dumps({"prompt": "hi"}))
     assert status == 400
-    root = Path(__file__).resolve().parents[2]
-    for path in (root / "gateway").rglob("*.py"):
+
+
+@pytest.mark.case(109)
+def test_no_pickle_in_the_gateway() -> None:
+    """Nothing in the gateway should know pickles at all."""
+    sources = list((Path(__file__).resolve().parents[2] / "gateway").rglob("*.py"))
+    assert len(sources) > 20
+    for path in sources:
         assert "pickle" not in path.read_text(), path
 
 

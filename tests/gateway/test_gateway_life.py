@@ -24,6 +24,7 @@ from shared.errors import BusUnavailable
 from shared.ids import WorkerId
 from shared.memory_bus import MemoryBus
 from shared.messages import WorkerHello
+from shared.redis_link import RedisLink
 from tests.faults.streams import StreamRecord, follow
 from tests.gateway.conftest import TEXT, Site, SiteMaker
 from tests.gateway.scripted_worker import PlainLeader, ScriptedWorker
@@ -179,7 +180,7 @@ async def _is_draining(site: Site) -> bool:
 
 
 async def test_a_drained_stream_is_resumed_at_another_gateway(make_site: SiteMaker) -> None:
-    """At the deadline a stream should be cut without a terminal event, its request run on, and another gateway go on."""
+    """At the deadline a stream should be cut without a terminal event, and another gateway go on with it."""
     site = await make_site(drain_s=0.0)
     other = await make_site(bus=site.bus, worker={"model": "idle"}, leads=False)
     running = slow_stream(site)
@@ -251,6 +252,25 @@ async def test_a_crash_in_a_stream_is_no_success(site: Site) -> None:
         return not await site.bus.list_live()
 
     await wait_until_async(is_over, description="the request has ended", timeout_s=2)
+
+
+async def test_a_lost_record_ends_the_stream_with_an_error(
+    redis_bus: Bus, redis_server: EmbeddedRedis, make_site: SiteMaker
+) -> None:
+    """When Redis loses everything, an open stream should end with an error within seconds, not hang."""
+    site = await make_site(bus=redis_bus)
+    site.says("cat ", adds_end=False)
+    site.worker.max_drawn = 3
+    running = slow_stream(site)
+    await wait_until_async(lambda: _steps(site, 3), description="tokens flow")
+    link = RedisLink(redis_server.url)
+    await link.call("FLUSHALL")
+    await link.close()
+    async with asyncio.timeout(5):
+        record = await running
+    assert record.ending == "error"
+    assert record.error is not None
+    assert record.error["code"] == "request_lost"
 
 
 @asynccontextmanager
