@@ -85,15 +85,17 @@ class RedisLink:
 
 @asynccontextmanager
 async def _our_errors() -> AsyncIterator[None]:
+    """Redis-py's errors as ours, and the cancellations that it swallows while it connects (seen with 8.1.0)."""
     from redis import exceptions
 
     task = asyncio.current_task()
-    cancels_before = task.cancelling() if task else 0
+    num_cancels = task.cancelling() if task is not None else 0
     try:
-        yield
-        if task and task.cancelling() > cancels_before:
-            # redis-py sends under `asyncio.wait_for`, which on Python 3.11 loses a cancellation that comes as it ends
-            raise asyncio.CancelledError
+        try:
+            yield
+        finally:
+            if task is not None and task.cancelling() > num_cancels:
+                raise asyncio.CancelledError
     except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
         raise BusUnavailable(f"Redis: {error}") from error
     except exceptions.ResponseError as error:
