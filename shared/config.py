@@ -25,6 +25,8 @@ class ProcessConfig:
     log_level: str = setting("info", "how much to log", choices=("debug", "info", "warning", "error"))
     metrics_port: int | None = setting(None, "port for /metrics of scheduler and worker; none: not served", minimum=0,
                                        maximum=65535)  # fmt: skip
+    metrics_host: str = setting("127.0.0.1", "address of the scheduler's and workers' /metrics")
+    die_with_parent: bool = setting(False, "end when the parent process does, however it ends", is_hidden=True)
     failpoints: str = setting("", "arm failpoints, for fault tests: name=action[@n];...", is_hidden=True)
     die_with_parent: bool = setting(False, "end when the parent process does, however it ends", is_hidden=True)
     worker_lease_s: float = setting(3.0, "a worker whose counter stands still this long is lost", minimum=0.2)
@@ -87,6 +89,7 @@ class GatewayConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     process: ProcessConfig = field(default_factory=ProcessConfig)
+    orphan_ttl_s: float = setting(30.0, "how long a request runs on when its gateway died", minimum=0)
     max_crashes: int = setting(3, "deaths of workers in a row that a request may cause", minimum=1)
     worker_stall_s: float = setting(60.0, "a worker with work that makes no step this long is lost", minimum=1)
     max_preemptions: int = setting(8, "a request preempted this often is not preempted again", minimum=1)
