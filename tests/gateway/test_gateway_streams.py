@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -11,8 +12,10 @@ import orjson
 import pytest
 
 from gateway import limits
+from shared.bus import ChannelMessage, Subscribed, Subscription
+from shared.ids import GatewayId
 from shared.log import decode_entries
-from shared.messages import TokenChunk
+from shared.memory_bus import MemoryBus
 from tests.faults.streams import StreamRecord, follow
 from tests.gateway.conftest import TEXT, Site, SiteMaker
 from tests.waiting import wait_until_async
@@ -323,29 +326,48 @@ async def test_an_idempotent_request_survives_its_client(bus_site: Site) -> None
     await wait_for_rest(site)
 
 
-async def test_lost_publications_are_read_from_the_log(site: Site) -> None:
-    """Chunks that never come, come twice or come late should change nothing: the log is the truth."""
-    relay, number = site.app.gateway.relay, 0
-    deliver = relay._hand_out
+class LossyBus(MemoryBus):
+    """A memory bus whose publications are changed by `distort` on their way."""
 
-    def distort(message: Any) -> None:
+    def __init__(self, distort: Callable[[list[ChannelMessage]], list[ChannelMessage]]) -> None:
+        super().__init__()
+        self.distort = distort
+
+    def subscribe(self, gateway_id: GatewayId) -> Subscription:
+        return _LossySubscription(super().subscribe(gateway_id), self)
+
+
+class _LossySubscription:
+    def __init__(self, inner: Subscription, bus: LossyBus) -> None:
+        self._inner = inner
+        self._bus = bus
+
+    async def next(self, timeout_s: float) -> list[ChannelMessage] | Subscribed | None:
+        heard = await self._inner.next(timeout_s)
+        return self._bus.distort(heard) if isinstance(heard, list) else heard
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+async def test_lost_publications_are_read_from_the_log(make_site: SiteMaker) -> None:
+    """Publications that never come, or come twice, should change nothing: the log is the truth."""
+    number = 0
+
+    def distort(messages: list[ChannelMessage]) -> list[ChannelMessage]:
         nonlocal number
         number += 1
-        if isinstance(message, TokenChunk) and number % 3 == 0:
-            return
-        deliver(message)
-        if number % 2 == 0:
-            deliver(message)
+        return [] if number % 3 == 0 else messages * (1 + number % 2)
 
-    relay._hand_out = distort  # type: ignore[method-assign]
+    site = await make_site(bus=LossyBus(distort))
     records = await asyncio.gather(*(stream(site, COMPLETIONS, {"prompt": "hi", "max_tokens": 60}) for _ in range(5)))
     assert [record.texts for record in records] == [{0: TEXT}] * 5
     assert all(record.ending == "done" for record in records)
 
 
-async def test_a_lost_last_message_is_found_within_seconds(site: Site) -> None:
+async def test_a_lost_last_message_is_found_within_seconds(make_site: SiteMaker) -> None:
     """With no publication at all the stream should still be whole: silence makes the gateway look."""
-    site.app.gateway.relay._hand_out = lambda message: None  # type: ignore[method-assign]
+    site = await make_site(bus=LossyBus(lambda messages: []))
     async with asyncio.timeout(4):
         record = await stream(site, COMPLETIONS, {"prompt": "hi", "max_tokens": 60})
     assert (record.texts, record.ending) == ({0: TEXT}, "done")
