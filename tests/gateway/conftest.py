@@ -110,6 +110,7 @@ async def _make_site(
     bus: Bus | None = None,
     folder: Path | None = None,
     worker: dict[str, Any] | None = None,
+    leads: bool = True,
     **settings: Any,
 ) -> Site:
     bus = bus or MemoryBus()
@@ -117,7 +118,8 @@ async def _make_site(
     await scripted.start()
     stack.push_async_callback(scripted.stop)
     leader = PlainLeader(bus, scripted.worker_id)
-    await leader.start()
+    if leads:
+        await leader.start()
     stack.push_async_callback(leader.stop)
     app = GatewayApp(make_config(folder or tiny_folder, **settings), bus)
     port = await app.start()
