@@ -112,6 +112,7 @@ async def submit(processes: Processes) -> RequestId:
     return await processes.cell.submit(tuple(range(20, 60)), n=2, max_tokens=200, temperature=0.9, seed=5)
 
 
+@pytest.mark.case(96)
 @pytest.mark.parametrize(
     "failpoint",
     ["worker.after_inbox=kill", "worker.in_prefill=kill", "worker.before_commit=kill@7", "bus.commit.reply=kill@7"],
@@ -141,9 +142,11 @@ async def test_term_should_finish_or_hand_over(processes: Processes) -> None:
     assert await processes.end(hasty) == 0
     record = await processes.cell.record(moved)
     assert (record.state, record.preemptions) == (RequestState.QUEUED, 0)
+    num_moved = len(await processes.cell.logged(moved))
     await processes.dispatch(finished, patient_id)
     await processes.dispatch(moved, patient_id)
     await processes.cell.wait_for_tokens(finished, 1)
+    await processes.cell.wait_for_tokens(moved, num_moved + 1)  # what comes while it drains would be given back
     patient.send_signal(signal.SIGTERM)
     assert await processes.end(patient) == 0
     await processes.assert_same(moved, finished)
