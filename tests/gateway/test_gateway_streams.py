@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -10,9 +11,11 @@ import openai
 import orjson
 import pytest
 
-from shared.bus import Bus
-from shared.ids import RequestId
-from shared.messages import TokenChunk
+from gateway import limits
+from shared.bus import ChannelMessage, Subscribed, Subscription
+from shared.ids import GatewayId
+from shared.log import decode_entries
+from shared.memory_bus import MemoryBus
 from tests.faults.streams import StreamRecord, follow
 from tests.gateway.conftest import TEXT, Site, SiteMaker
 from tests.waiting import wait_until_async
@@ -95,8 +98,10 @@ async def test_completion_logprobs_zero_is_not_off(site: Site) -> None:
 @pytest.mark.case(19, 20)
 @pytest.mark.parametrize("num_top", [None, 0, 2])
 async def test_chat_logprobs_have_the_chat_schema(site: Site, num_top: int | None) -> None:
-    """`logprobs: true` alone should be served, with an empty list of alternatives; the schema be chat's, streamed too."""
-    body = {"messages": USER, "logprobs": True, "max_tokens": 3} | ({} if num_top is None else {"top_logprobs": num_top})
+    """`logprobs: true` alone should be served, without alternatives; the schema be chat's, streamed too."""
+    body = {"messages": USER, "logprobs": True, "max_tokens": 3} | (
+        {} if num_top is None else {"top_logprobs": num_top}
+    )
     _, answer = await site.post(CHAT, body)
     content = answer["choices"][0]["logprobs"]["content"]
     assert [item["token"] for item in content] == ["hello", " world", ","]
@@ -105,7 +110,7 @@ async def test_chat_logprobs_have_the_chat_schema(site: Site, num_top: int | Non
     assert bytes(content[1]["bytes"]) == b" world"
     chunks = await chunks_of(site, CHAT, body)
     streamed = [choice["logprobs"]["content"] for c in chunks for choice in c["choices"] if choice["logprobs"]]
-    assert sum(streamed, []) == content
+    assert [item for part in streamed for item in part] == content
 
 
 @pytest.mark.case(22, 69)
@@ -181,9 +186,9 @@ async def test_the_official_client_works_from_a_thread(site: Site) -> None:
 
 
 @pytest.mark.case(31)
-async def test_a_stop_string_ends_the_request(make_site: SiteMaker, bus: Bus) -> None:
+async def test_a_stop_string_ends_the_request(bus_site: Site) -> None:
     """A stop string should end the generation too, and usage count up to the token that completes it."""
-    site = await make_site(bus=bus)
+    site = bus_site
     site.says("the cat and then ", adds_end=False)
     body = {"prompt": "hi", "max_tokens": 400, "ignore_eos": True, "stop": ["and"]}
     _, answer = await site.post(COMPLETIONS, body)
@@ -202,14 +207,12 @@ async def test_a_failure_is_never_an_empty_success(site: Site, num_tokens: int, 
     site.says("cat ", adds_end=False)
     site.worker.max_drawn = num_tokens
 
-    async def end_it() -> bool:
-        (request_id,) = await site.bus.list_live() or {RequestId("")}
-        log = await site.bus.read_log(request_id)
-        return bool(request_id) and len(log) > 0 or num_tokens == 0 and bool(site.worker.bodies)
-
     running = asyncio.create_task(stream(site, COMPLETIONS, LONG) if is_stream else _plain(site, LONG))
-    await wait_until_async(end_it, description="the request runs")
-    await wait_until_async(lambda: _has_drawn(site, num_tokens), description="its tokens are logged")
+
+    async def has_drawn() -> bool:
+        return bool(site.worker.bodies) and site.worker.num_steps >= num_tokens
+
+    await wait_until_async(has_drawn, description="its tokens are logged")
     (request_id,) = await site.bus.list_live()
     await site.bus.end(request_id, "failed", "internal_error", "the model broke")
     record = await running
@@ -221,10 +224,6 @@ async def test_a_failure_is_never_an_empty_success(site: Site, num_tokens: int, 
     assert await metric(site, "quire:requests_failed_total") == 1
 
 
-async def _has_drawn(site: Site, num_tokens: int) -> bool:
-    return site.worker.num_steps >= num_tokens
-
-
 async def _plain(site: Site, body: dict[str, Any]) -> StreamRecord:
     status, answer = await site.post(COMPLETIONS, body | {"stream": False})
     return StreamRecord(status=status, error=answer["error"], ending="error")
@@ -233,11 +232,9 @@ async def _plain(site: Site, body: dict[str, Any]) -> StreamRecord:
 @pytest.mark.case(66)
 @pytest.mark.parametrize("is_stream", [True, False])
 @pytest.mark.parametrize("stage", ["queued", "prefill", "decode"])
-async def test_a_client_that_leaves_frees_everything(
-    make_site: SiteMaker, bus: Bus, is_stream: bool, stage: str
-) -> None:
+async def test_a_client_that_leaves_frees_everything(bus_site: Site, is_stream: bool, stage: str) -> None:
     """Leaving while queued, before the first token and in mid-stream should end the request within 2 s."""
-    site = await make_site(bus=bus)
+    site = bus_site
     site.says("cat ", adds_end=False)
     if stage == "queued":
         site.leader.is_dispatching.clear()
@@ -295,9 +292,9 @@ async def test_interleaved_streams_do_not_mix(site: Site) -> None:
         assert record.event_ids == sorted(set(record.event_ids))
 
 
-async def test_a_stream_can_be_resumed_after_every_event(make_site: SiteMaker, bus: Bus) -> None:
+async def test_a_stream_can_be_resumed_after_every_event(bus_site: Site) -> None:
     """From any event id on, an ended stream should give exactly the rest; from beyond its end a 400."""
-    site = await make_site(bus=bus)
+    site = bus_site
     body = {"messages": USER, "n": 2, "stream_options": {"include_usage": True}, "max_tokens": 30}
     whole = await stream(site, CHAT, body)
     url = f"{site.base_url}/v1/streams/{whole.request_id}"
@@ -314,9 +311,9 @@ async def test_a_stream_can_be_resumed_after_every_event(make_site: SiteMaker, b
         assert (await site.get(f"/v1/streams/{unknown}"))[0] == 404
 
 
-async def test_an_idempotent_request_survives_its_client(make_site: SiteMaker, bus: Bus) -> None:
+async def test_an_idempotent_request_survives_its_client(bus_site: Site) -> None:
     """With Idempotency-Key the request should run on; the same POST gets the rest, another body a 409."""
-    site = await make_site(bus=bus)
+    site = bus_site
     site.worker.step_s = 0.01
     body, headers = {"prompt": "hi", "max_tokens": 50}, {"Idempotency-Key": "k1"}
     record = await stream(site, COMPLETIONS, body, leave_after=3, headers=headers)
@@ -329,51 +326,76 @@ async def test_an_idempotent_request_survives_its_client(make_site: SiteMaker, b
     await wait_for_rest(site)
 
 
-async def test_lost_publications_are_read_from_the_log(site: Site) -> None:
-    """Chunks that never come, come twice or come late should change nothing: the log is the truth."""
-    relay, number = site.app.gateway.relay, 0
-    deliver = relay._hand_out
+class LossyBus(MemoryBus):
+    """A memory bus whose publications are changed by `distort` on their way."""
 
-    def distort(message: Any) -> None:
+    def __init__(self, distort: Callable[[list[ChannelMessage]], list[ChannelMessage]]) -> None:
+        super().__init__()
+        self.distort = distort
+
+    def subscribe(self, gateway_id: GatewayId) -> Subscription:
+        return _LossySubscription(super().subscribe(gateway_id), self)
+
+
+class _LossySubscription:
+    def __init__(self, inner: Subscription, bus: LossyBus) -> None:
+        self._inner = inner
+        self._bus = bus
+
+    async def next(self, timeout_s: float) -> list[ChannelMessage] | Subscribed | None:
+        heard = await self._inner.next(timeout_s)
+        return self._bus.distort(heard) if isinstance(heard, list) else heard
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+async def test_lost_publications_are_read_from_the_log(make_site: SiteMaker) -> None:
+    """Publications that never come, or come twice, should change nothing: the log is the truth."""
+    number = 0
+
+    def distort(messages: list[ChannelMessage]) -> list[ChannelMessage]:
         nonlocal number
         number += 1
-        if isinstance(message, TokenChunk) and number % 3 == 0:
-            return
-        deliver(message)
-        if number % 2 == 0:
-            deliver(message)
+        return [] if number % 3 == 0 else messages * (1 + number % 2)
 
-    relay._hand_out = distort  # type: ignore[method-assign]
+    site = await make_site(bus=LossyBus(distort))
     records = await asyncio.gather(*(stream(site, COMPLETIONS, {"prompt": "hi", "max_tokens": 60}) for _ in range(5)))
     assert [record.texts for record in records] == [{0: TEXT}] * 5
     assert all(record.ending == "done" for record in records)
 
 
-async def test_a_lost_last_message_is_found_within_seconds(site: Site) -> None:
+async def test_a_lost_last_message_is_found_within_seconds(make_site: SiteMaker) -> None:
     """With no publication at all the stream should still be whole: silence makes the gateway look."""
-    site.app.gateway.relay._hand_out = lambda message: None  # type: ignore[method-assign]
+    site = await make_site(bus=LossyBus(lambda messages: []))
     async with asyncio.timeout(4):
         record = await stream(site, COMPLETIONS, {"prompt": "hi", "max_tokens": 60})
     assert (record.texts, record.ending) == ({0: TEXT}, "done")
 
 
-async def test_a_slow_reader_is_refilled_from_the_log(make_site: SiteMaker) -> None:
-    """A client that does not read should cost a bounded buffer, and get everything when it reads on."""
-    site = await make_site()
+async def test_a_listener_that_is_not_read_stays_small(site: Site) -> None:
+    """What comes while a client does not read should cost a bounded buffer, and all be read from the log later."""
     site.says("cat ", adds_end=False)
-    body = {"prompt": "hi", "max_tokens": 400, "ignore_eos": True, "n": 20, "stream": True, "logprobs": 20}
-    async with site.http.post(site.base_url + COMPLETIONS, json=body) as response:
-        await response.content.readline()
+    body = {"prompt": "hi", "max_tokens": 400, "ignore_eos": True, "n": 20, "logprobs": 20}
+    posted = asyncio.create_task(site.post(COMPLETIONS, body))
 
-        async def has_finished() -> bool:
-            return not await site.bus.list_live()
+    async def is_live() -> bool:
+        return bool(await site.bus.list_live())
 
-        await wait_until_async(has_finished, description="the model is done")
-        (listeners,) = site.app.gateway.relay._listeners.values()
-        assert all(listener._num_buffered <= 256 * 1024 for listener in listeners)
-        text = (await response.read()).decode()
-    assert text.endswith("data: [DONE]\n\n")
-    assert text.count('"finish_reason":"length"') == 20
+    await wait_until_async(is_live, description="the request is live")
+    (request_id,) = await site.bus.list_live()
+    listener = site.app.gateway.relay.listen(request_id)
+    assert (await posted)[0] == 200
+    log = await site.bus.read_log(request_id)
+    assert len(log) > 4 * limits.MAX_BUFFERED_BYTES
+    assert listener.num_buffered <= limits.MAX_BUFFERED_BYTES
+    listener.refill()
+    entries = await listener.read()
+    while listener.ended is None:
+        entries += await listener.read()
+    assert entries == decode_entries(log)
+    listener.close()
+    assert site.app.gateway.relay.num_listeners == 0
 
 
 async def test_keep_alive_opens_the_stream_early(make_site: SiteMaker) -> None:

@@ -39,7 +39,9 @@ def sentencepiece_folder(path: Path, *, strips: bool) -> Path:
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     strip = [decoders.Strip(" ", 1, 0)] if strips else []
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
     make_model_folder(path)
     tokenizer.save(str(path / "tokenizer.json"))
