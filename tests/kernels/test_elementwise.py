@@ -85,6 +85,16 @@ def test_norm_and_gate_rows_are_independent() -> None:
         assert torch.equal(gated[row], silu_mul(gate_up[row : row + 1])[0])
 
 
+def test_gate_elements_are_independent() -> None:
+    """In float32 an element should have the same bits in a wide row, in a narrow one, and alone."""
+    gate, up = torch.randn(1, 2000) * 4, torch.randn(1, 2000)
+    whole = silu_mul(torch.cat((gate, up), dim=-1))
+    for start in range(0, 2000, 7):
+        for width in (1, 5):
+            part = slice(start, start + width)
+            assert torch.equal(whole[:, part], silu_mul(torch.cat((gate[:, part], up[:, part]), dim=-1)))
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_silu_mul(dtype: torch.dtype) -> None:
     """The gate should equal torch's silu times up, and stay finite for large inputs."""
