@@ -19,6 +19,7 @@ import psutil
 
 from tests.waiting import wait_until
 
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 60.0
 
@@ -33,7 +34,7 @@ class Cell:
 
     def __init__(self, model: Path | None, folder: Path, *flags: str) -> None:
         self.folder = folder
-        self.model_name = model.name
+        self.model_name = model.name if model is not None else DEFAULT_MODEL
         self._state_file = folder / "state.json"
         self._state_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "quire", "serve", "--port=0", f"--state-file={self._state_file}"]

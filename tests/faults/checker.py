@@ -47,7 +47,10 @@ async def check_at_rest(
     try:
         while True:
             metrics = await read_metrics(base_url, api_key)
-            why_not = await _redis_unrest(client) + _metrics_unrest(metrics, counters=counters)
+            try:
+                why_not = await _redis_unrest(client) + _metrics_unrest(metrics, counters=counters)
+            except redis.exceptions.ConnectionError as error:
+                why_not = [f"Redis is away: {error}"]
             if not why_not:
                 return
             assert time.monotonic() < deadline, f"not at rest: {why_not}"
