@@ -7,6 +7,7 @@ one config class. Names are vLLM's where vLLM has the setting.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -23,7 +24,8 @@ class ProcessConfig:
 
     redis_url: str = setting("", "Redis to use: redis://[:password@]host:port/db or unix:///path; empty: a private one")
     log_level: str = setting("info", "how much to log", choices=("debug", "info", "warning", "error"))
-    metrics_port: int | None = setting(None, "port for /metrics of scheduler and worker; none: not served", minimum=0,
+    metrics_port: int | None = setting(None, "port for /metrics of scheduler and worker (the launcher counts up "
+                                       "from it: scheduler, workers); none: not served", minimum=0,
                                        maximum=65535)  # fmt: skip
     failpoints: str = setting("", "arm failpoints, for fault tests: name=action[@n];...", is_hidden=True)
     worker_lease_s: float = setting(3.0, "a worker whose counter stands still this long is lost", minimum=0.2)
@@ -110,7 +112,9 @@ class ServeConfig:
     max_crashes: int = setting(3, "deaths of workers in a row that a request may cause", minimum=1)
     worker_stall_s: float = setting(60.0, "a worker with work that makes no step this long is lost", minimum=1)
     max_preemptions: int = setting(8, "a request preempted this often is not preempted again", minimum=1)
-    cache_dir: str = setting("", "folder for models and data; default: ~/.cache/quire")
+    cache_dir: str = setting("", "folder for converted models; default: ~/.cache/quire")
+    data_dir: str = setting("", "folder for the private Redis' data, kept; default: a new one, removed at exit")
+    state_file: str = setting("", "write process ids, ports and the Redis address here as JSON", is_hidden=True)
 
 
 def load(config_class: type[C], argv: list[str], *, program: str, description: str = "") -> C:
@@ -124,6 +128,12 @@ def load(config_class: type[C], argv: list[str], *, program: str, description: s
                          known_variables=known)  # fmt: skip
     _refuse_unbuilt(config)
     return config
+
+
+def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
+    """This process' environment for a child: without `QUIRE_` settings (it gets its own), plus `additions`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(flags.ENV_PREFIX)}
+    return kept | dict(additions)
 
 
 def _refuse_unbuilt(config: object) -> None:

@@ -233,12 +233,12 @@ def _build(config_class: type, values: Mapping[str, Any]) -> Any:
 def _read(config: Any, name: str) -> Any:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name == name:
-            return value
         if dataclasses.is_dataclass(value):
             found = _read(value, name)
             if found is not _MISSING:
                 return found
+        elif field.name == name:
+            return value
     return _MISSING
 
 

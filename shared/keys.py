@@ -3,6 +3,7 @@
 | key | type | what | written by, read by | life |
 |---|---|---|---|---|
 | `live` | set | ids of requests that have not ended: the durable index | submit, end; leader | kept |
+| `live_tokens` | string | sum of `reserved` over live requests | submit, end | kept; deleted when `live` is empty |
 | `req:{id}` | hash | the record, see `RECORD_FIELDS` | all scripts; all | TTL set by the end script only |
 | `log:{id}` | string | the token log, `shared/log.py` | commit; gateways, workers | TTL with its record |
 | `idem:{tenant}:{key}` | string | request id and body hash | submit | TTL with its record |
@@ -10,7 +11,7 @@
 | `inbox:{worker}` | stream | commands; an ack deletes | dispatch, preempt, end; worker | goes with its worker |
 | `reports` | stream, capped | worker reports and ends; hints | workers, end; leader, gateways | kept |
 | `leader` | hash | `token`, `beat` | leader; schedulers | kept |
-| `workers` | hash | `hello:`, `beat:`, `steps:`, `suspect:` + worker | workers; all | fields go with the worker |
+| `workers` | hash | `hello:`, `beat:`, `steps:`, `held:`, `suspect:` + worker | workers; all | fields go with them |
 | `gateways` | hash | `beat:` + gateway | gateways; leader | fields go with the gateway |
 | `devices` | hash | device id: the worker that claimed it | workers | fields go with the worker |
 | `dead` | stream, capped | undecodable messages: source, bytes, why | all; people | kept |
@@ -26,6 +27,7 @@ import hashlib
 from shared.ids import GatewayId, RequestId, WorkerId
 
 LIVE = "live"
+LIVE_TOKENS = "live_tokens"
 SUBMIT = "submit"
 REPORTS = "reports"
 LEADER = "leader"
@@ -35,7 +37,7 @@ DEVICES = "devices"
 DEAD = "dead"
 SUBMIT_GROUP = "schedulers"
 
-STANDING_KEYS = frozenset({LIVE, SUBMIT, REPORTS, LEADER, WORKERS, GATEWAYS, DEVICES, DEAD})
+STANDING_KEYS = frozenset({LIVE, LIVE_TOKENS, SUBMIT, REPORTS, LEADER, WORKERS, GATEWAYS, DEVICES, DEAD})
 """Keys that may exist when no request and no worker does (an empty one may be absent)."""
 
 REPORTS_CAP = 10_000
@@ -50,7 +52,10 @@ RECORD_FIELDS = (
     "owner",  # worker incarnation, "" when queued
     "listeners",  # msgpack array of [gateway, connection]
     "orphan_ttl_s",  # how long the request may run with no listener, 0 = ends at once
-    "open",  # choices not finished yet
+    "choices",  # how many there are
+    "open",  # how many have not finished yet
+    "reserved",  # tokens counted in `live_tokens`: prompts, and max_tokens for each choice
+    "ttl_ms",  # how long the record stays after its end
     "preemptions",
     "crashes",
     "idem",  # name of its idempotency key, "" if none
@@ -58,7 +63,7 @@ RECORD_FIELDS = (
     "stop:{choice}",  # entry index at which a stop string matched: entries past it are void
     "fin:{choice}",  # finish reason
     "reason",  # at the end: finished, cancelled, rejected, failed, deadline
-    "prompt_tokens",
+    "prompt_tokens",  # set at submit: each prompt once
     "completion_tokens",
     "error_kind",
     "error_message",

@@ -70,6 +70,11 @@ class SubmitRequest:
     def num_choices(self) -> int:
         return len(self.prompt_lens) * self.n
 
+    @property
+    def num_reserved_tokens(self) -> int:
+        """The most tokens it may come to hold: each prompt once, and `max_tokens` for each choice."""
+        return sum(self.prompt_lens) + self.num_choices * self.max_tokens
+
     def prompt_len(self, choice: int) -> int:
         """Prompt tokens of `choice`."""
         return self.prompt_lens[choice // self.n]

@@ -1,11 +1,15 @@
-"""What one step computes: a pure plan over sequences."""
+"""What one step computes, and the planner that decides it: pure bookkeeping over sequences and blocks."""
 
 from __future__ import annotations
 
+from bisect import insort
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
-from gpu_worker.engine.sequence import Sequence
+from gpu_worker.engine.block_pool import BlockPool
+from gpu_worker.engine.sequence import Sequence, SequenceStatus
 from shared.log import Logprobs
 
 
@@ -63,3 +67,139 @@ class ModelRunner(Protocol):
     def forget(self, sequence: Sequence) -> None:
         """The sequence has left the batch (ended or evicted): free its sampling row."""
         ...
+
+
+class BatchPlanner:
+    """Decides who runs and what each step computes; owns the queues of sequences and their blocks.
+
+    * Order is (rank, choice) everywhere. All that decode come first, one token each, then prompts (or what an evicted
+      sequence must compute again) cut to what is left of `max_num_batched_tokens`.
+    * A sequence is admitted with blocks for all of its known tokens, so only a drawn token can need another one. When
+      none is free then, the last running sequence, perhaps the asking one, is *evicted*: it gives its blocks back,
+      waits in its place and computes its tokens again later. The first one thus always moves on.
+    * Nobody overtakes in the waiting queue. An admission leaves a free block for each sequence that runs already:
+      else the newcomer would be the next one evicted, again and again.
+    * A sequence that `is_alone` is planned alone, whatever it takes to make room; the others pause.
+
+    Args:
+        forget: called with each sequence that stops running, to free what the model keeps for it.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        forget: Callable[[Sequence], None],
+    ) -> None:
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.num_evictions = 0
+        self._pool = pool
+        self._forget = forget
+        self._budget = max_num_batched_tokens
+        # Not more runners than tokens in a step: every plan then serves all that decode and the first prompt.
+        self._max_running = min(max_num_seqs, max_num_batched_tokens)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that has no blocks."""
+        insort(self.waiting, sequence, key=_order)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out for good; its blocks are free for the next plan."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._vacate(sequence)
+        else:
+            self.waiting.remove(sequence)
+        sequence.status = SequenceStatus.ENDED
+
+    def evict(self, sequence: Sequence) -> None:
+        """Take a running sequence's blocks; it waits in its place to compute its tokens again."""
+        self._vacate(sequence)
+        sequence.num_computed = 0
+        sequence.status = SequenceStatus.WAITING
+        self.num_evictions += 1
+        self.add(sequence)
+
+    def plan(self) -> BatchPlan:
+        """The next step; empty only when there is no sequence. Evicts and admits."""
+        alone = next((s for s in chain(self.running, self.waiting) if s.is_alone), None)
+        if alone is not None:
+            self._make_room(alone)
+            return BatchPlan((_cut(alone, self._budget),))
+        for sequence in list(self.running):
+            if sequence.status is SequenceStatus.RUNNING:
+                self._grow(sequence)
+        return BatchPlan(tuple(self._fill()))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks, statuses and order are as this class promises."""
+        self._pool.check_integrity(s.block_ids for s in self.running)
+        for queue, status in ((self.running, SequenceStatus.RUNNING), (self.waiting, SequenceStatus.WAITING)):
+            assert all(s.status is status for s in queue)
+            assert queue == sorted(queue, key=_order)
+        assert all(len(s.block_ids) * self._pool.block_size >= s.num_computed for s in self.running)
+        assert not any(s.block_ids or s.num_computed for s in self.waiting)
+
+    def _grow(self, sequence: Sequence) -> None:
+        """Give a running sequence the block that its last token needs, or evict it."""
+        missing = self._pool.blocks_for(sequence.num_known) - len(sequence.block_ids)
+        while missing > self._pool.num_free:
+            victim = self.running[-1]
+            self.evict(victim)
+            if victim is sequence:
+                return
+        sequence.block_ids += self._pool.allocate(missing)
+
+    def _fill(self) -> Iterator[PlannedChunk]:
+        """Chunks until the token budget is used up."""
+        budget = self._budget
+        decoding = [s for s in self.running if s.num_uncomputed == 1]
+        prompts = [s for s in self.running if s.num_uncomputed > 1]
+        for sequence in chain(decoding, prompts, self._admissions()):
+            chunk = _cut(sequence, budget)
+            yield chunk
+            budget -= chunk.length
+            if budget == 0:
+                return
+
+    def _admissions(self) -> Iterator[Sequence]:
+        """Admit waiting sequences, each only when it is asked for."""
+        while self.waiting and len(self.running) < self._max_running:
+            wanted = self._pool.blocks_for(self.waiting[0].num_known) + len(self.running)
+            if wanted > self._pool.num_free:
+                return
+            yield self._admit(self.waiting[0])
+
+    def _make_room(self, sequence: Sequence) -> None:
+        """See that `sequence` runs, whoever must give way."""
+        if sequence.status is SequenceStatus.RUNNING:
+            return
+        needed = self._pool.blocks_for(sequence.num_known)
+        while len(self.running) >= self._max_running or needed > self._pool.num_free:
+            self.evict(self.running[-1])
+        self._admit(sequence)
+
+    def _admit(self, sequence: Sequence) -> Sequence:
+        self.waiting.remove(sequence)
+        sequence.block_ids = self._pool.allocate(self._pool.blocks_for(sequence.num_known))
+        sequence.status = SequenceStatus.RUNNING
+        insort(self.running, sequence, key=_order)
+        return sequence
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._pool.free(sequence.block_ids)
+        sequence.block_ids = []
+        self._forget(sequence)
+
+
+def _order(sequence: Sequence) -> tuple[int, str, int]:
+    return sequence.rank, sequence.request_id, sequence.choice
+
+
+def _cut(sequence: Sequence, budget: int) -> PlannedChunk:
+    """The next chunk of `sequence`, at most `budget` tokens."""
+    length = min(sequence.num_uncomputed, budget)
+    return PlannedChunk(sequence, sequence.num_computed, length, is_sampling=length == sequence.num_uncomputed)

@@ -1,0 +1,189 @@
+"""From the token log to what a client sees: a pure fold over log entries, from entry 0.
+
+Every event has an id `(entries folded, number of the event within that entry)`. Since the fold knows nothing but the
+request's body and the entries, any gateway that folds the same log gives the same events under the same ids: that is
+what makes a stream resumable anywhere. Rules:
+
+* chat: a choice's first entry gives its role event; text comes as it is sure, that is, complete characters that no stop
+  string may claim; the finish event carries no text;
+* a stop string ends its choice at the entry that completes it (`take_stops`); later entries of that choice are void;
+* the end token (one of `stop_token_ids`) has no text and no logprobs, but counts as a completion token;
+* the entry that ends the last choice also gives the usage event (if wanted) and the done event.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gateway.detokenize import TokenText
+from gateway.stopping import StopMatcher
+from shared.log import FinishEntry, LogEntry, TokenEntry
+from shared.messages import RequestBody
+
+
+class EventId(NamedTuple):
+    """Ordered; written `entries.index`."""
+
+    entries: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """One token's logprobs, and where its text begins in the choice's text (characters)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    text_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoleEvent:
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextEvent:
+    """More text of a choice; `tokens` only when logprobs were asked for."""
+
+    choice: int
+    text: str
+    tokens: tuple[ShownToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEnd:
+    choice: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Nothing follows."""
+
+
+Event = RoleEvent | TextEvent | ChoiceEnd | Usage | Done
+
+
+class ResponseFold:
+    """The state of one response after some entries of its log."""
+
+    def __init__(self, body: RequestBody, token_text: TokenText) -> None:
+        self._body = body
+        self._choices = [_ChoiceFold(i, body, token_text) for i in range(len(body.prompts) * body.n)]
+        self._num_open = len(self._choices)
+        self._stops: list[tuple[int, int]] = []
+        self.num_entries = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Every choice has ended; further entries change nothing."""
+        return self._num_open == 0
+
+    @property
+    def usage(self) -> Usage:
+        """Prompt tokens once a prompt, completion tokens over all choices."""
+        prompt_tokens = sum(len(prompt) for prompt in self._body.prompts)
+        return Usage(prompt_tokens, sum(choice.num_tokens for choice in self._choices))
+
+    def feed(self, entries: Iterable[LogEntry]) -> list[tuple[EventId, Event]]:
+        """Fold `entries` in; the events that they give, in order."""
+        found: list[tuple[EventId, Event]] = []
+        for entry in entries:
+            if self.is_complete:
+                break
+            self.num_entries += 1
+            events = self._fold(entry)
+            found += [(EventId(self.num_entries, index), event) for index, event in enumerate(events)]
+        return found
+
+    def take_stops(self) -> list[tuple[int, int]]:
+        """Stop strings found since the last call: (choice, index of the choice's entry that completed it)."""
+        stops, self._stops = self._stops, []
+        return stops
+
+    def _fold(self, entry: LogEntry) -> list[Event]:
+        choice = self._choices[entry.choice]
+        if choice.is_done:
+            return []
+        events = choice.feed(entry)
+        if choice.stop_index is not None:
+            self._stops.append((entry.choice, choice.stop_index))
+        if choice.is_done:
+            self._num_open -= 1
+            if self.is_complete:
+                events += [self.usage, Done()] if self._body.include_usage else [Done()]
+        return events
+
+
+class _ChoiceFold:
+    def __init__(self, index: int, body: RequestBody, token_text: TokenText) -> None:
+        self._index = index
+        self._sampling = body.sampling
+        self._end_ids = frozenset(body.sampling.stop_token_ids)
+        self._detokenizer = token_text.new_detokenizer()
+        self._matcher = StopMatcher(body.stop)
+        self._role_due = body.kind == "chat"
+        self._pending: deque[ShownToken] = deque()
+        self._num_decoded = 0
+        self._num_shown = 0
+        self.num_tokens = 0
+        self.stop_index: int | None = None
+        self.is_done = False
+
+    def feed(self, entry: LogEntry) -> list[Event]:
+        events: list[Event] = [RoleEvent(self._index)] if self._role_due else []
+        self._role_due = False
+        if isinstance(entry, FinishEntry):
+            return events + self._end(entry.reason)
+        self.num_tokens += 1
+        if entry.token_id in self._end_ids:
+            return events
+        self._note_logprobs(entry)
+        shown, is_stopped = self._pass(self._detokenizer.feed(entry.token_id))
+        if not is_stopped:
+            return events + self._show(shown, self._take_pending())
+        self.stop_index = self.num_tokens - 1
+        self.is_done = True
+        return [*events, *self._show(shown, self._take_pending()), ChoiceEnd(self._index, "stop")]
+
+    def _end(self, reason: str) -> list[Event]:
+        self.is_done = True
+        shown, is_stopped = self._pass(self._detokenizer.finish())
+        if is_stopped:
+            return [*self._show(shown, self._take_pending()), ChoiceEnd(self._index, "stop")]
+        shown += self._matcher.finish()
+        tokens = tuple(self._pending)
+        return [*self._show(shown, tokens), ChoiceEnd(self._index, reason)]
+
+    def _pass(self, text: str) -> tuple[str, bool]:
+        """Through the stop matcher; a match within the first `min_tokens` tokens does not count."""
+        self._num_decoded += len(text)
+        shown, is_stopped = self._matcher.feed(text, is_armed=self.num_tokens > self._sampling.min_tokens)
+        self._num_shown += len(shown)
+        return shown, is_stopped
+
+    def _note_logprobs(self, entry: TokenEntry) -> None:
+        if self._sampling.num_logprobs is not None and entry.logprobs is not None:
+            top = entry.logprobs.top[: self._sampling.num_logprobs]
+            self._pending.append(ShownToken(entry.token_id, entry.logprobs.chosen, top, self._num_decoded))
+
+    def _take_pending(self) -> tuple[ShownToken, ...]:
+        """Logprobs of tokens whose text has begun to show: they never run ahead of the text."""
+        taken = []
+        while self._pending and self._pending[0].text_offset < self._num_shown:
+            taken.append(self._pending.popleft())
+        return tuple(taken)
+
+    def _show(self, text: str, tokens: tuple[ShownToken, ...]) -> list[Event]:
+        return [TextEvent(self._index, text, tokens)] if text or tokens else []

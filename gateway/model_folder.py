@@ -1,0 +1,130 @@
+"""What the gateway takes from a model folder: tokenizer, end tokens, chat template, context length.
+
+Files: `tokenizer.json` and `config.json` must be there; `tokenizer_config.json`, `generation_config.json` and
+`chat_template.jinja` may be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from tokenizers import Tokenizer
+
+from shared.errors import ConfigError
+
+_TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolder:
+    """The text side of one model.
+
+    Args:
+        name: the folder's name.
+        tokenizer: parses special tokens that are spelled out in text.
+        inert_tokenizer: the same, but takes such spellings as plain text.
+        decoder_spec: the `decoder` of tokenizer.json, None if it has none.
+        vocab_size: rows of the model's embedding; prompt ids are below it.
+        max_token_id: highest id that the tokenizer knows.
+        eos_ids: tokens that end an answer.
+        chat_template: Jinja source, None if the model has none.
+        template_tokens: `bos_token` and the like, for the template.
+        max_position: tokens that the model was made for.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    inert_tokenizer: Tokenizer
+    decoder_spec: dict[str, Any] | None
+    vocab_size: int
+    max_token_id: int
+    eos_ids: tuple[int, ...]
+    chat_template: str | None
+    template_tokens: dict[str, str]
+    max_position: int
+
+
+def load_model_folder(path: Path) -> ModelFolder:
+    """Read the folder at `path`.
+
+    Raises:
+        ConfigError: it is not a model folder, or a file in it cannot be read.
+    """
+    if not (path / "tokenizer.json").is_file() or not (path / "config.json").is_file():
+        raise ConfigError(f"--model {path}: not a model folder (it needs config.json and tokenizer.json)")
+    raw_tokenizer = _read_json(path / "tokenizer.json", required=True)
+    tokenizer, inert = _load_tokenizer(path), _load_tokenizer(path)
+    inert.encode_special_tokens = True
+    config = _read_json(path / "config.json", required=True)
+    text_config = config.get("text_config") or config
+    tokenizer_config = _read_json(path / "tokenizer_config.json")
+    max_token_id = max(tokenizer.get_vocab(with_added_tokens=True).values())
+    template_tokens = _template_tokens(tokenizer_config)
+    return ModelFolder(
+        name=path.resolve().name,
+        tokenizer=tokenizer,
+        inert_tokenizer=inert,
+        decoder_spec=raw_tokenizer.get("decoder"),
+        vocab_size=int(text_config.get("vocab_size") or max_token_id + 1),
+        max_token_id=max_token_id,
+        eos_ids=_eos_ids(path, text_config, tokenizer, template_tokens),
+        chat_template=_chat_template(path, tokenizer_config),
+        template_tokens=template_tokens,
+        max_position=int(text_config.get("max_position_embeddings") or text_config.get("n_positions") or 2048),
+    )
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    if not required and not path.is_file():
+        return {}
+    try:
+        value = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must hold a JSON object")
+    return value
+
+
+def _eos_ids(
+    path: Path, config: dict[str, Any], tokenizer: Tokenizer, template_tokens: dict[str, str]
+) -> tuple[int, ...]:
+    """End tokens of generation_config.json (config.json if it names none), and the tokenizer's own."""
+    named = _read_json(path / "generation_config.json").get("eos_token_id")
+    if named is None:
+        named = config.get("eos_token_id")
+    ids = [named] if isinstance(named, int) else list(named or ())
+    own = tokenizer.token_to_id(template_tokens["eos_token"]) if "eos_token" in template_tokens else None
+    return tuple(sorted({*ids, *([] if own is None else [own])}))
+
+
+def _chat_template(path: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        template = {item["name"]: item["template"] for item in template}.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _template_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """Special tokens are written as a string, or as a map with `content`."""
+    tokens: dict[str, str] = {}
+    for name in _TEMPLATE_TOKENS:
+        value = tokenizer_config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens

@@ -1,0 +1,142 @@
+"""What a client reads: JSON of answers and chunks in OpenAI's shapes, and SSE frames around chunks.
+
+Every frame has an id line (`EventId`); an error frame has none, since it is no part of the log. A stream that fails
+after its first byte ends with `data: {"error": …}` and without `[DONE]`, so a client cannot take it for complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import orjson
+
+from gateway.detokenize import TokenText
+from gateway.errors import to_object
+from gateway.fold import ChoiceEnd, Done, Event, EventId, RoleEvent, ShownToken, TextEvent, Usage
+from shared.errors import InvalidRequest, RequestError
+from shared.ids import RequestId
+from shared.messages import RequestBody
+
+KEEP_ALIVE = b": keep-alive\n\n"
+_LOWEST_LOGPROB = -9999.0
+"""JSON has no infinity; OpenAI writes this for a token that cannot be."""
+
+
+def parse_event_id(text: str) -> EventId:
+    """The event id that a client sends back in `Last-Event-ID`. Raises `InvalidRequest`."""
+    entries, dot, index = text.partition(".")
+    digits = entries + index
+    if not (dot and entries and index and digits.isascii() and digits.isdigit() and len(digits) <= 18):
+        raise InvalidRequest("Last-Event-ID: must be the id of an event, like 12.0", param="Last-Event-ID")
+    return EventId(int(entries), int(index))
+
+
+def error_frame(error: RequestError) -> bytes:
+    """The last frame of a stream that failed."""
+    return b"data: " + orjson.dumps(to_object(error)) + b"\n\n"
+
+
+class Renderer:
+    """Turns the events of one response into frames, or into one JSON answer."""
+
+    def __init__(self, request_id: RequestId, body: RequestBody, token_text: TokenText) -> None:
+        self._body = body
+        self._token_text = token_text
+        self._is_chat = body.kind == "chat"
+        name = "chat.completion" if self._is_chat else "text_completion"
+        self._head = {"id": request_id, "object": name, "created": body.created, "model": body.model}
+        self._chunk_head = self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
+
+    def frame(self, event_id: EventId, event: Event) -> bytes:
+        """One SSE frame."""
+        data = b"[DONE]" if isinstance(event, Done) else orjson.dumps(self._chunk(event))
+        return b"id: %d.%d\ndata: %b\n\n" % (event_id.entries, event_id.index, data)
+
+    def answer(self, events: Iterable[Event], usage: Usage) -> bytes:
+        """The JSON answer of a call that does not stream."""
+        choices = [_Collected() for _ in range(len(self._body.prompts) * self._body.n)]
+        for event in events:
+            if isinstance(event, TextEvent):
+                choices[event.choice].parts.append(event.text)
+                choices[event.choice].tokens += event.tokens
+            elif isinstance(event, ChoiceEnd):
+                choices[event.choice].reason = event.reason
+        shown = [self._full_choice(index, choice) for index, choice in enumerate(choices)]
+        return orjson.dumps(self._head | {"choices": shown, "usage": usage_object(usage)})
+
+    def _chunk(self, event: Event) -> dict[str, Any]:
+        if isinstance(event, Usage):
+            return self._chunk_head | {"choices": [], "usage": usage_object(event)}
+        usage = {"usage": None} if self._body.include_usage else {}
+        return self._chunk_head | {"choices": [self._chunk_choice(event)]} | usage
+
+    def _chunk_choice(self, event: Event) -> dict[str, Any]:
+        match event:
+            case RoleEvent(choice):
+                return self._part(choice, {"role": "assistant", "content": ""}, "", (), None)
+            case TextEvent(choice, text, tokens):
+                return self._part(choice, {"content": text}, text, tokens, None)
+            case ChoiceEnd(choice, reason):
+                return self._part(choice, {}, "", (), reason)
+        raise AssertionError(f"not an event of a choice: {event}")
+
+    def _part(
+        self, choice: int, delta: dict[str, str], text: str, tokens: tuple[ShownToken, ...], reason: str | None
+    ) -> dict[str, Any]:
+        content: dict[str, Any] = {"delta": delta} if self._is_chat else {"text": text}
+        logprobs = self._logprobs(tokens) if tokens else None
+        return {"index": choice, **content, "logprobs": logprobs, "finish_reason": reason}
+
+    def _full_choice(self, index: int, choice: _Collected) -> dict[str, Any]:
+        text = "".join(choice.parts)
+        message = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        content: dict[str, Any] = message if self._is_chat else {"text": text}
+        wants_logprobs = self._body.sampling.num_logprobs is not None
+        logprobs = self._logprobs(tuple(choice.tokens)) if wants_logprobs else None
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.reason}
+
+    def _logprobs(self, tokens: tuple[ShownToken, ...]) -> dict[str, Any]:
+        return self._chat_logprobs(tokens) if self._is_chat else self._completion_logprobs(tokens)
+
+    def _chat_logprobs(self, tokens: tuple[ShownToken, ...]) -> dict[str, Any]:
+        content = [
+            self._token(token.token_id, token.logprob) | {"top_logprobs": [self._token(*item) for item in token.top]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        name, data = self._token_text.token_name(token_id), self._token_text.token_bytes(token_id)
+        return {"token": name, "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": list(data)}
+
+    def _completion_logprobs(self, tokens: tuple[ShownToken, ...]) -> dict[str, Any]:
+        name = self._token_text.token_name
+        return {
+            "text_offset": [token.text_offset for token in tokens],
+            "token_logprobs": [max(token.logprob, _LOWEST_LOGPROB) for token in tokens],
+            "tokens": [name(token.token_id) for token in tokens],
+            "top_logprobs": [self._alternatives(token) for token in tokens] if self._body.sampling.num_logprobs else None,
+        }
+
+    def _alternatives(self, token: ShownToken) -> dict[str, float]:
+        """The best tokens, and the chosen one if it is not among them."""
+        pairs = (*token.top, (token.token_id, token.logprob))
+        return {self._token_text.token_name(id_): max(logprob, _LOWEST_LOGPROB) for id_, logprob in pairs}
+
+
+class _Collected:
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.tokens: list[ShownToken] = []
+        self.reason: str | None = None
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """OpenAI's usage object. No prefix cache yet, so no cached tokens."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }

@@ -1,0 +1,241 @@
+"""The engine: sequences in, tokens out, one model step at a time.
+
+`step()` is plan → run → keep. The engine is synchronous and belongs to one thread; between steps that thread adds,
+drops and preempts. It knows nothing of logs, Redis or time: what it draws is kept here at once (it is deterministic,
+so a lost process draws the very same again) and handed out for the service to commit.
+
+When the model raises in a step of several requests, nobody knows whose fault it is: each of them is evicted and then
+steps alone until it has gained a token, so that only the culprit fails. A request that raises alone fails, with all
+of its choices. When `MAX_FAILURES_IN_A_ROW` lone steps raise with no good one between, the model itself is broken (a
+lost device): `EngineBroken` leaves `step`, the process should die and its requests go elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from gpu_worker.engine.batch_plan import BatchPlan, BatchPlanner, DrawnToken, ModelRunner
+from gpu_worker.engine.block_pool import BlockPool
+from gpu_worker.engine.sequence import Sequence, SequenceStatus
+from gpu_worker.engine.stopping import finish_reason, max_known
+from shared.errors import InvalidRequest, QuireError
+from shared.ids import RequestId
+from shared.log import FinishEntry, LogEntry, TokenEntry
+from shared.logs import get_log
+from shared.messages import HeldRequest
+
+MAX_FAILURES_IN_A_ROW = 8
+
+_log = get_log("engine")
+
+
+class EngineBroken(QuireError):
+    """The model fails whatever it is given; this process is of no more use."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewEntries:
+    """What one choice gained in a step: a token entry, and a finish entry behind it when it ended (`finish`)."""
+
+    request_id: RequestId
+    attempt: int
+    choice: int
+    entries: tuple[LogEntry, ...]
+    finish: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """`failed`: (request, attempt) that the model cannot compute; the engine holds them no longer."""
+
+    entries: tuple[NewEntries, ...] = ()
+    failed: tuple[tuple[RequestId, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineView:
+    """A snapshot for reports. Counters rise for the life of the engine; the prompt of a sequence counts once, with its
+    first token."""
+
+    free_blocks: int
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    num_evictions: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    held: dict[RequestId, HeldRequest] = field(default_factory=dict)
+
+
+class Engine:
+    """Continuous batching over one model's paged KV cache.
+
+    Args:
+        max_model_len: most tokens a sequence may come to, prompt and output.
+        max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: most tokens in one step.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, *, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        self._runner = runner
+        self._max_model_len = max_model_len
+        self._pool = BlockPool(runner.num_blocks, runner.block_size)
+        self._planner = BatchPlanner(
+            self._pool,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            forget=runner.forget,
+        )
+        self._held: dict[RequestId, list[Sequence]] = {}
+        self._num_steps = 0
+        self._num_preempted = 0
+        self._num_prompt_tokens = 0
+        self._num_generation_tokens = 0
+        self._num_failures_in_a_row = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would compute anything."""
+        return bool(self._held)
+
+    @property
+    def num_evictions(self) -> int:
+        """Sequences evicted so far because something had to give way in here."""
+        return self._planner.num_evictions
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a sequence in; it runs when its turn comes and blocks are free.
+
+        Raises:
+            InvalidRequest: it has no token left to draw, or could not be finished with the whole cache to itself.
+        """
+        limit = max_known(sequence, self._max_model_len)
+        if sequence.num_known >= limit:
+            raise InvalidRequest(
+                f"{sequence.num_known} tokens leave none to generate: the limit is {limit}",
+                code="context_length_exceeded",
+            )
+        if self._pool.blocks_for(limit - 1) > self._pool.num_blocks:
+            raise InvalidRequest(
+                f"{limit} tokens of prompt and output do not fit the KV cache of "
+                f"{self._pool.num_blocks * self._pool.block_size} tokens",
+                code="context_length_exceeded",
+            )
+        self._held.setdefault(sequence.request_id, []).append(sequence)
+        self._planner.add(sequence)
+
+    def drop(self, request_id: RequestId, choice: int | None = None) -> bool:
+        """Forget a request, or one choice of it; its blocks are free for the next plan. Whether it was held."""
+        dropped = [s for s in self._held.get(request_id, ()) if choice in (None, s.choice)]
+        for sequence in dropped:
+            self._remove(sequence)
+        return bool(dropped)
+
+    def preempt(self, request_id: RequestId) -> bool:
+        """As `drop`, counted: the scheduler wants the request elsewhere or later. Whether it was held."""
+        self._num_preempted += len(self._held.get(request_id, ()))
+        return self.drop(request_id)
+
+    def step(self) -> StepOutput:
+        """Compute one batch; call it while there `has_work`.
+
+        Raises:
+            EngineBroken: see the module.
+        """
+        plan = self._planner.plan()
+        self._num_steps += 1
+        try:
+            drawn = self._runner.run(plan)
+        except Exception as error:
+            return self._survive(plan, error)
+        return self._keep(plan, drawn)
+
+    def view(self) -> EngineView:
+        """What the engine holds now, O(sequences)."""
+        return EngineView(
+            free_blocks=self._pool.num_free,
+            num_running=len(self._planner.running),
+            num_waiting=len(self._planner.waiting),
+            num_steps=self._num_steps,
+            num_evictions=self.num_evictions,
+            num_preemptions=self.num_evictions + self._num_preempted,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generation_tokens=self._num_generation_tokens,
+            held={request_id: _describe(sequences) for request_id, sequences in self._held.items()},
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks, queues and requests agree."""
+        self._planner.check_integrity()
+        held = [s for sequences in self._held.values() for s in sequences]
+        assert len(held) == len(self._planner.running) + len(self._planner.waiting)
+        assert all(s.status is not SequenceStatus.ENDED for s in held)
+
+    def _keep(self, plan: BatchPlan, drawn: list[DrawnToken]) -> StepOutput:
+        """Count the plan's tokens as computed and append what was drawn."""
+        for chunk in plan.chunks:
+            chunk.sequence.num_computed += chunk.length
+        self._num_failures_in_a_row = 0
+        sampling = (chunk.sequence for chunk in plan.chunks if chunk.is_sampling)
+        return StepOutput(tuple(self._append(sequence, token) for sequence, token in zip(sampling, drawn, strict=True)))
+
+    def _append(self, sequence: Sequence, token: DrawnToken) -> NewEntries:
+        if sequence.num_output == 0:
+            self._num_prompt_tokens += sequence.num_prompt_tokens
+        self._num_generation_tokens += 1
+        if sequence.is_alone:
+            self._unite(sequence.request_id)
+        sequence.token_ids.append(token.token_id)
+        entries: tuple[LogEntry, ...] = (TokenEntry(sequence.choice, token.token_id, token.logprobs),)
+        finish = finish_reason(sequence, self._max_model_len)
+        if finish:
+            entries += (FinishEntry(sequence.choice, finish),)
+            self._remove(sequence)
+        return NewEntries(sequence.request_id, sequence.attempt, sequence.choice, entries, finish)
+
+    def _unite(self, request_id: RequestId) -> None:
+        """The request has gained a token: it may step with others again."""
+        for sequence in self._held[request_id]:
+            sequence.is_alone = False
+
+    def _remove(self, sequence: Sequence) -> None:
+        self._planner.remove(sequence)
+        siblings = self._held[sequence.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._held[sequence.request_id]
+
+    def _survive(self, plan: BatchPlan, error: Exception) -> StepOutput:
+        """The model raised: fail the step's only request, or find out which of several it was."""
+        requests = {chunk.sequence.request_id: chunk.sequence.attempt for chunk in plan.chunks}
+        _log.error("step failed", request_ids=",".join(requests), error=type(error).__name__, exc_info=True)
+        if len(requests) > 1:
+            self._isolate(chunk.sequence for chunk in plan.chunks)
+            return StepOutput()
+        self._num_failures_in_a_row += 1
+        if self._num_failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            raise EngineBroken(f"{MAX_FAILURES_IN_A_ROW} requests in a row failed in the model") from error
+        for request_id in requests:
+            self.drop(request_id)
+        return StepOutput(failed=tuple(requests.items()))
+
+    def _isolate(self, suspects: Iterable[Sequence]) -> None:
+        for sequence in suspects:
+            sequence.is_alone = True
+            self._planner.evict(sequence)
+
+
+def _describe(sequences: list[Sequence]) -> HeldRequest:
+    num_running = sum(s.status is SequenceStatus.RUNNING for s in sequences)
+    return HeldRequest(
+        request_id=sequences[0].request_id,
+        attempt=sequences[0].attempt,
+        num_blocks=sum(len(s.block_ids) for s in sequences),
+        num_tokens=sum(s.num_known for s in sequences),
+        num_running=num_running,
+        num_waiting=len(sequences) - num_running,
+    )

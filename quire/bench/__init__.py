@@ -1,0 +1,1 @@
+"""Measuring: workloads against a running server, and models with random weights to measure with."""

@@ -1,0 +1,142 @@
+"""`quire bench serve`: send a workload to a server some times, print medians, write everything as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from quire.bench import machine, statistics, workloads
+from quire.bench.client import BenchClient, first_model
+from quire.bench.statistics import Trace
+from quire.bench.workloads import BenchRequest, Workload
+from shared import config
+from shared.errors import QuireError
+from shared.flags import setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchConfig:
+    base_url: str = setting("http://127.0.0.1:8000", "address of the server, without /v1")
+    workload: tuple[str, ...] = setting(("w1",), "what to send: w1, w2, w3, w4 or JSONL files")
+    concurrency: int | None = setting(None, "most requests in flight; default: all at once", minimum=1)
+    repeats: int = setting(3, "how often; medians are shown", minimum=1)
+    highest_token_id: int = setting(workloads.HIGHEST_TOKEN_ID, "token ids of w1 to w4 are from 300 to this "
+                                    f"(for `tiny`: {workloads.HIGHEST_TOKEN_ID_TINY})", minimum=301)  # fmt: skip
+    model: str = setting("", "model to ask for; default: the first one that the server lists")
+    api_key: str = setting("", "bearer token to send")
+    json: str = setting("", "write all figures to this file")
+    timeout_s: float = setting(3600.0, "end a request after this long", minimum=1)
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; 1 if any request failed or brought a wrong number of tokens."""
+    settings = config.load(BenchConfig, argv, program="quire bench serve", description=__doc__ or "")
+    reports = asyncio.run(measure(settings))
+    print("\n".join(format_report(report) for report in reports))
+    if settings.json:
+        document = {"settings": _shown(settings), "machine": machine.describe(), "results": reports}
+        Path(settings.json).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 1 if any(report["errors"] for report in reports) else 0
+
+
+async def measure(settings: BenchConfig) -> list[dict[str, Any]]:
+    """One report a workload: its name, median and single figures, and what went wrong.
+
+    Raises:
+        ConfigError: a workload is wrong.
+        QuireError: the server does not answer.
+    """
+    for name in settings.workload:
+        workloads.build(name)
+    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    timeout = aiohttp.ClientTimeout(total=settings.timeout_s)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(
+        settings.base_url, headers=headers, timeout=timeout, connector=connector, read_bufsize=2**20
+    ) as session:
+        try:
+            client = BenchClient(session, settings.model or await first_model(session))
+        except (aiohttp.ClientError, ValueError, KeyError, IndexError) as error:
+            raise QuireError(f"{settings.base_url} does not list its models: {error}") from None
+        await _warm_up(client, settings)
+        return [await _measure_workload(client, settings, name) for name in settings.workload]
+
+
+async def _warm_up(client: BenchClient, settings: BenchConfig) -> None:
+    (request,) = workloads.build("w1", repeat=999, highest_token_id=settings.highest_token_id).requests
+    trace = await client.stream(replace(request, max_tokens=8))
+    if trace.error:
+        raise QuireError(f"the first request failed: {trace.error}")
+
+
+async def _measure_workload(client: BenchClient, settings: BenchConfig, name: str) -> dict[str, Any]:
+    repeats, errors = [], []
+    for repeat in range(1, settings.repeats + 1):
+        workload = workloads.build(name, repeat=repeat, highest_token_id=settings.highest_token_id)
+        started_at = time.monotonic()
+        traces, intruder = await _send(client, workload, settings.concurrency)
+        wall_s = time.monotonic() - started_at
+        everyone = traces if intruder is None else [*traces, intruder]
+        figures = statistics.summarize(everyone, wall_s)
+        if intruder is not None:
+            figures |= statistics.summarize_intruder(traces, intruder)
+        repeats.append(figures)
+        errors += [trace.error for trace in everyone if trace.error]
+        print(f"{workload.name} {repeat}/{settings.repeats}: {wall_s:.1f} s", file=sys.stderr)
+    return {"workload": workload.name, "median": statistics.medians(repeats), "repeats": repeats, "errors": errors}
+
+
+async def _send(client: BenchClient, workload: Workload, concurrency: int | None) -> tuple[list[Trace], Trace | None]:
+    """All of `workload`; the trace of its intruder apart."""
+    slots = asyncio.Semaphore(concurrency or len(workload.requests))
+    is_time = asyncio.Event()
+    num_underway = 0
+
+    def note(trace: Trace) -> None:
+        nonlocal num_underway
+        num_underway += len(trace.arrivals) == workloads.INTRUDER_AFTER_TOKENS
+        if num_underway == len(workload.requests):
+            is_time.set()
+
+    async def send_one(request: BenchRequest) -> Trace:
+        async with slots:
+            return await client.stream(request, note)
+
+    async def intrude(request: BenchRequest) -> Trace:
+        await is_time.wait()
+        return await client.stream(request)
+
+    streams = asyncio.gather(*map(send_one, workload.requests))
+    if workload.intruder is None:
+        return list(await streams), None
+    long = asyncio.ensure_future(intrude(workload.intruder))
+    traces = list(await streams)
+    is_time.set()  # streams that ended early must not leave the intruder waiting
+    return traces, await long
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """One workload's medians as lines of text."""
+    m, count = report["median"], len(report["repeats"])
+    lines = [
+        f"{report['workload']}: {m['requests']:.0f} requests in {m['wall_s']:.2f} s (medians of {count})",
+        f"  output      {m['output_tokens_per_s']:9.1f} tokens/s {m['requests_per_s']:9.2f} requests/s",
+        f"  TTFT    p50 {m['ttft_ms_p50']:9.1f} ms   p99 {m['ttft_ms_p99']:9.1f} ms",
+        f"  TPOT    p50 {m['tpot_ms_p50']:9.2f} ms   p99 {m['tpot_ms_p99']:9.2f} ms",
+        f"  ITL     p50 {m['itl_ms_p50']:9.2f} ms   p99 {m['itl_ms_p99']:9.2f} ms   max {m['itl_ms_max']:.1f} ms",
+    ]
+    if "long_ttft_ms" in m:
+        lines.append(f"  long prompt: TTFT {m['long_ttft_ms']:.1f} ms, longest stall {m['longest_stall_ms']:.1f} ms")
+    lines += [f"  FAILED: {error}" for error in sorted(set(report["errors"]))[:5]]
+    return "\n".join(lines)
+
+
+def _shown(settings: BenchConfig) -> dict[str, Any]:
+    return {name: value for name, value in asdict(settings).items() if name != "api_key"}

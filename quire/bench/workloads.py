@@ -1,0 +1,130 @@
+"""What a benchmark sends: four workloads with fixed seeds, or a JSONL file.
+
+Lengths are the same in every repeat; token ids differ by repeat, so that no prefix cache helps across repeats. They
+are drawn from 300 up to a limit that all vocabularies of a model size hold.
+
+| name | work |
+|---|---|
+| w1 | 1 request, 128 tokens in, 128 out |
+| w2 | 32 at once, 32 to 256 in (4,522 in all), 16 to 256 out (4,622 in all) |
+| w3 | 16 at once, 512 shared and 32 own tokens in, 32 out |
+| w4 | 8 short streams (32 in, 160 out); once each has 24 tokens, one of 2,048 in, 32 out |
+
+A line of a JSONL file is `{"prompt": text or token ids, "max_tokens": n}` or `{"messages": [...], "max_tokens": n}`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.errors import ConfigError
+
+LOWEST_TOKEN_ID = 300
+HIGHEST_TOKEN_ID = 30_000
+HIGHEST_TOKEN_ID_TINY = 8_000
+INTRUDER_AFTER_TOKENS = 24
+"""w4: the long request comes once every short stream has this many tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRequest:
+    """One request: token ids or text for /v1/completions, or messages for /v1/chat/completions.
+
+    `has_fixed_length`: `ignore_eos` is sent and exactly `max_tokens` are expected back.
+    """
+
+    max_tokens: int
+    prompt: tuple[int, ...] | str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    has_fixed_length: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """`requests` are sent at once (as far as concurrency allows), `intruder` when each has `INTRUDER_AFTER_TOKENS`."""
+
+    name: str
+    requests: tuple[BenchRequest, ...]
+    intruder: BenchRequest | None = None
+
+
+def build(name: str, *, repeat: int = 0, highest_token_id: int = HIGHEST_TOKEN_ID) -> Workload:
+    """Workload `name` (w1 to w4, or a JSONL file) as repeat number `repeat` sends it.
+
+    Raises:
+        ConfigError: no such workload or file, or a line of it is wrong.
+    """
+    maker = _MAKERS.get(name)
+    if maker is not None:
+        return maker(repeat, highest_token_id)
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"--workload={name}: neither one of {', '.join(_MAKERS)} nor a file")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    requests = tuple(_parse_line(path, i, line) for i, line in enumerate(lines, 1) if line.strip())
+    if not requests:
+        raise ConfigError(f"--workload={name}: the file has no requests")
+    return Workload(name=path.name, requests=requests)
+
+
+def _w1(repeat: int, highest: int) -> Workload:
+    rng = random.Random(101 + repeat)
+    return Workload(name="w1", requests=(_request(_token_ids(rng, 128, highest), 128),))
+
+
+def _w2(repeat: int, highest: int) -> Workload:
+    lengths = random.Random(202)
+    sizes = [(lengths.randint(32, 256), lengths.randint(16, 256)) for _ in range(32)]
+    rng = random.Random(303 + repeat)
+    requests = tuple(_request(_token_ids(rng, num_in, highest), num_out) for num_in, num_out in sizes)
+    return Workload(name="w2", requests=requests)
+
+
+def _w3(repeat: int, highest: int) -> Workload:
+    rng = random.Random(404 + repeat)
+    prefix = _token_ids(rng, 512, highest)
+    requests = tuple(_request(prefix + _token_ids(rng, 32, highest), 32) for _ in range(16))
+    return Workload(name="w3", requests=requests)
+
+
+def _w4(repeat: int, highest: int) -> Workload:
+    rng = random.Random(505 + repeat)
+    streams = tuple(_request(_token_ids(rng, 32, highest), 160) for _ in range(8))
+    return Workload(name="w4", requests=streams, intruder=_request(_token_ids(rng, 2048, highest), 32))
+
+
+_MAKERS: dict[str, Callable[[int, int], Workload]] = {"w1": _w1, "w2": _w2, "w3": _w3, "w4": _w4}
+
+
+def _token_ids(rng: random.Random, count: int, highest: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(LOWEST_TOKEN_ID, highest) for _ in range(count))
+
+
+def _request(prompt: tuple[int, ...], max_tokens: int) -> BenchRequest:
+    return BenchRequest(prompt=prompt, max_tokens=max_tokens)
+
+
+def _parse_line(path: Path, number: int, line: str) -> BenchRequest:
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(f"{path}, line {number}: {why}")
+
+    try:
+        raw = json.loads(line)
+    except ValueError as error:
+        raise refuse(f"not JSON: {error}") from None
+    if not isinstance(raw, dict) or type(raw.get("max_tokens")) is not int or raw["max_tokens"] < 1:
+        raise refuse("needs max_tokens, a whole number from 1")
+    max_tokens = raw["max_tokens"]
+    match raw:
+        case {"prompt": str(text)}:
+            return BenchRequest(prompt=text, max_tokens=max_tokens, has_fixed_length=False)
+        case {"prompt": list(ids)} if ids and all(type(i) is int for i in ids):
+            return BenchRequest(prompt=tuple(ids), max_tokens=max_tokens, has_fixed_length=False)
+        case {"messages": list(messages)} if messages and all(isinstance(m, dict) for m in messages):
+            return BenchRequest(messages=tuple(messages), max_tokens=max_tokens, has_fixed_length=False)
+    raise refuse("needs prompt (text or token ids) or messages")

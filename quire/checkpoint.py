@@ -1,0 +1,70 @@
+"""Which model folder to serve: none given, a folder, or a name that only a hub could resolve."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from shared.errors import ConfigError
+
+_NEEDED = ("config.json", "tokenizer.json")
+
+
+def resolve(model: str, cache_dir: Path, say: Callable[[str], None]) -> Path:
+    """The absolute folder of the checkpoint that `model` names.
+
+    Args:
+        model: a folder; empty means SmolLM2-135M-Instruct, made in `cache_dir` if it is not there yet.
+        say: takes progress lines.
+
+    Raises:
+        ConfigError: there is no such folder, or it is no checkpoint.
+    """
+    if not model:
+        from quire.smollm2 import ensure_smollm2
+
+        return ensure_smollm2(cache_dir, say).resolve()
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        _check(folder)
+        return folder.resolve()
+    if folder.exists():
+        raise ConfigError(f"--model={model}: is a file; give the folder that holds config.json and *.safetensors")
+    if _looks_like_hub_id(model):
+        raise ConfigError(
+            f"--model={model}: there is no such folder, and models are not fetched from a hub; "
+            "download the checkpoint and give its folder"
+        )
+    raise ConfigError(f"--model={model}: there is no such folder")
+
+
+def default_cache_dir() -> Path:
+    """Where converted models are kept when no setting says so."""
+    return Path.home() / ".cache" / "quire"
+
+
+def _check(folder: Path) -> None:
+    missing = [name for name in _NEEDED if not (folder / name).is_file()]
+    if not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if missing:
+        raise ConfigError(f"--model={folder}: not a checkpoint, it lacks {', '.join(missing)}")
+
+
+def _looks_like_hub_id(model: str) -> bool:
+    """`name` or `organization/name`, and nothing that only a path would have."""
+    return model.count("/") <= 1 and not model.startswith(("/", ".", "~"))
+
+
+def main(argv: list[str]) -> int:
+    """`python -m quire.checkpoint [MODEL]`: prepare a model before it is served. Raises `ConfigError`."""
+    folder = resolve(argv[0] if argv else "", default_cache_dir(), print)
+    print(f"quire: the model is in {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    from quire.cli import run_command
+
+    sys.exit(run_command(main, sys.argv[1:]))

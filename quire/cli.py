@@ -1,0 +1,96 @@
+"""The `quire` command: finds the subcommand and turns wrong settings into one line and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from quire import __version__
+from shared.errors import ConfigError, QuireError
+
+Command = Callable[[list[str]], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `quire ARGV`; the process' exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(f"quire {__version__}")
+        return 0
+    return run_command(_pick(COMMANDS, arguments[0], "command"), arguments[1:])
+
+
+def run_command(command: Command, arguments: list[str]) -> int:
+    """`command`'s exit code; an error of ours becomes one line on standard error."""
+    try:
+        return command(arguments)
+    except ConfigError as error:
+        print(f"quire: error: {error}", file=sys.stderr)
+        return 2
+    except QuireError as error:
+        print(f"quire: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def serve(arguments: list[str]) -> int:
+    """Start a gateway, a scheduler, workers and a Redis on this machine, until Ctrl-C."""
+    from quire import launcher
+
+    return launcher.main(arguments)
+
+
+def bench(arguments: list[str]) -> int:
+    """Measure a server (`serve`), or make a model to measure with (`model`)."""
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        print("usage: quire bench serve [options]        measure a running server\n"
+              "       quire bench model q05b|tiny FOLDER   make a model with random weights")  # fmt: skip
+        return 0
+    return _pick(BENCH_COMMANDS, name, "bench command")(arguments[1:])
+
+
+def bench_serve(arguments: list[str]) -> int:
+    """Measure a running server."""
+    from quire.bench import serve as measure
+
+    return measure.main(arguments)
+
+
+def bench_model(arguments: list[str]) -> int:
+    """Make a model with random weights."""
+    from quire.bench.random_model import SHAPES, write_random_model
+
+    if len(arguments) != 2 or arguments[0] not in SHAPES:
+        raise ConfigError(f"usage: quire bench model SHAPE FOLDER; shapes: {', '.join(SHAPES)}")
+    shape, folder = arguments[0], Path(arguments[1]).expanduser()
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there already; give a new folder")
+    print(f"{shape}: {write_random_model(shape, folder, report=print)}")
+    return 0
+
+
+COMMANDS: dict[str, Command] = {"serve": serve, "bench": bench}
+BENCH_COMMANDS: dict[str, Command] = {"serve": bench_serve, "model": bench_model}
+
+
+def _pick(commands: dict[str, Command], name: str, what: str) -> Command:
+    """`commands[name]`, or a command that says which ones there are."""
+    if name in commands:
+        return commands[name]
+
+    def refuse(_: list[str]) -> int:
+        raise ConfigError(f"no {what} {name!r}; there are: {', '.join(commands)}")
+
+    return refuse
+
+
+def _usage() -> str:
+    lines = ["usage: quire COMMAND [options]", "", "commands:"]
+    lines += [f"  {name:8}{command.__doc__}" for name, command in COMMANDS.items()]
+    return "\n".join([*lines, "", "`quire COMMAND --help` shows a command's options; `quire --version` the version."])

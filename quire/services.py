@@ -1,0 +1,90 @@
+"""How each service of a cell is run: its command line and environment, made from the launcher's settings.
+
+What is secret (API keys, a Redis address with its password) goes by environment, since everybody may read command
+lines; all else goes by flags, so that `ps` shows how a service runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+
+from quire.supervisor import ChildSpec
+from shared import flags
+from shared.config import GatewayConfig, ProcessConfig, SchedulerConfig, ServeConfig, WorkerConfig, child_environment
+from shared.errors import ConfigError
+
+# Threads of OpenMP that wait turn this often and then sleep. Its own default turns for milliseconds, which takes the
+# core from the gateway and the next worker; none at all makes every operator of a step pay a wake-up.
+SPIN_TURNS = 10_000
+
+
+def scheduler_spec(config: ServeConfig, redis_url: str) -> ChildSpec:
+    """The one scheduler."""
+    service = SchedulerConfig(
+        process=_process(config, redis_url, 0),
+        max_crashes=config.max_crashes,
+        worker_stall_s=config.worker_stall_s,
+        max_preemptions=config.max_preemptions,
+    )
+    return _spec("scheduler", "scheduler_svc", service, num_threads=1)
+
+
+def worker_spec(config: ServeConfig, redis_url: str, index: int) -> ChildSpec:
+    """Worker `index`, with its share of the cores."""
+    num_threads = config.engine.num_threads or threads_per_worker(config.workers)
+    service = WorkerConfig(
+        process=_process(config, redis_url, 1 + index),
+        model=config.model,
+        engine=replace(config.engine, num_threads=num_threads),
+    )
+    return _spec(f"worker-{index}", "gpu_worker", service, num_threads=num_threads)
+
+
+def gateway_spec(config: ServeConfig, redis_url: str, index: int, port: int) -> ChildSpec:
+    """Gateway `index` on `port`."""
+    process = replace(_process(config, redis_url, 0), metrics_port=None)
+    service = GatewayConfig(process=process, model=config.model, http=replace(config.http, port=port))
+    return _spec(f"gateway-{index}", "gateway", service, num_threads=1)
+
+
+def threads_per_worker(num_workers: int) -> int:
+    """This process' cores divided among the workers of the machine, at least one each."""
+    return max(1, len(os.sched_getaffinity(0)) // num_workers)
+
+
+def _process(config: ServeConfig, redis_url: str, metrics_offset: int) -> ProcessConfig:
+    port = config.process.metrics_port
+    counted = port + metrics_offset if port else port
+    return replace(config.process, redis_url=redis_url, metrics_port=counted)
+
+
+def _spec(name: str, module: str, service: object, *, num_threads: int) -> ChildSpec:
+    public, secrets = _split_secrets(service)
+    compute = {
+        "OMP_NUM_THREADS": str(num_threads),
+        "MKL_NUM_THREADS": str(num_threads),
+        "GOMP_SPINCOUNT": str(SPIN_TURNS),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return ChildSpec(
+        name=name,
+        # -P: a folder in the current directory must not be taken for a package of ours
+        argv=(sys.executable, "-P", "-m", module, *flags.to_argv(public)),
+        environment=child_environment(compute | secrets),
+    )
+
+
+def _split_secrets(service: object) -> tuple[object, dict[str, str]]:
+    """`service` without what is secret, and that as environment variables."""
+    environment: dict[str, str] = {}
+    if isinstance(service, GatewayConfig) and service.http.api_key:
+        if any("," in key for key in service.http.api_key):
+            raise ConfigError("--api-key: a key cannot hold a comma")
+        environment[flags.variable("api_key")] = ",".join(service.http.api_key)
+        service = replace(service, http=replace(service.http, api_key=()))
+    if isinstance(service, GatewayConfig | SchedulerConfig | WorkerConfig):
+        environment[flags.variable("redis_url")] = service.process.redis_url
+        service = replace(service, process=replace(service.process, redis_url=""))
+    return service, environment

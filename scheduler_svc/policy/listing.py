@@ -1,0 +1,61 @@
+"""What a report says about the requests that are assigned to its worker, and what its silence about one means."""
+
+from __future__ import annotations
+
+from scheduler_svc.decisions import Decision, Recheck, RequeueOne
+from scheduler_svc.policy.state import EntryKey, Request, Worker, entry_key
+
+GONE_S = 0.5
+"""How long a worker that has applied a RunRequest may not list it before it is held to have forgotten it; the record
+says sooner whether it has ended or was given back."""
+MIN_UNLISTED_REPORTS = 2
+
+
+def compare(worker: Worker, now: float, *, lease_s: float) -> list[Decision]:
+    """Note who is listed; `Recheck` for those that have just vanished, `RequeueOne` for the forgotten.
+
+    Args:
+        lease_s: patience for a request of which it is not known whether the worker has read its RunRequest.
+    """
+    assert worker.report is not None
+    applied = entry_key(worker.report.last_inbox_id)
+    gone: list[Request] = []
+    found: list[Decision] = []
+    for request in worker.assigned.values():
+        if request.request_id in worker.held:
+            _note_listed(request, applied)
+        elif not _is_pending(request, applied):
+            is_gone = request.was_listed or request.entry is not None
+            if _note_unlisted(request, now, patience_s=GONE_S if is_gone else lease_s):
+                found.append(_requeue(worker, request))
+            elif is_gone and request.unlisted_reports == 1:
+                gone.append(request)
+    if gone:
+        found.append(Recheck(request_ids=tuple(request.request_id for request in gone)))
+    return found
+
+
+def _is_pending(request: Request, applied: EntryKey) -> bool:
+    """Its RunRequest lies in the inbox, not applied yet."""
+    return not request.was_listed and request.entry is not None and request.entry > applied
+
+
+def _note_listed(request: Request, applied: EntryKey) -> None:
+    request.was_listed = True
+    request.unlisted_reports, request.unlisted_since = 0, None
+    if request.preempt_entry is not None and request.preempt_entry <= applied:
+        # The worker has read our Preempt and still holds the request: it found it void.
+        request.is_preempting, request.preempt_entry = False, None
+
+
+def _note_unlisted(request: Request, now: float, *, patience_s: float) -> bool:
+    """Count one more report without it; whether patience is over."""
+    request.unlisted_reports += 1
+    if request.unlisted_since is None:
+        request.unlisted_since = now
+    return request.unlisted_reports >= MIN_UNLISTED_REPORTS and now - request.unlisted_since >= patience_s
+
+
+def _requeue(worker: Worker, request: Request) -> RequeueOne:
+    request.unlisted_reports, request.unlisted_since = 0, None
+    return RequeueOne(request_id=request.request_id, owner=worker.worker_id, attempt=request.attempt)

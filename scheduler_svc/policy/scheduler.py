@@ -1,0 +1,292 @@
+"""The policy: every rule of who runs where and who gives way, as a pure function of events and their times.
+
+How it keeps its picture true:
+
+* A request is queued, running (assigned to one worker) or unknown. Only `Observed`, made from the record, moves it to
+  queued or confirms where it runs; `Dispatch` moves it to running at once, before the bus has confirmed, so that two
+  decisions never use the same blocks.
+* A record with a lower attempt than ours was read before our last dispatch, and is skipped.
+* A worker gets work only after its first report to this leader. What was sent to it and is not in its report yet stays
+  counted with its full demand (`admission.py`), so a late report over-commits nothing.
+* An assigned request that a later report does not list has ended, was given back, or is forgotten: `Recheck` tells
+  the first two, patience and `RequeueOne` end the third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from scheduler_svc import decisions as d
+from scheduler_svc.policy import admission, listing, placement, preemption
+from scheduler_svc.policy.deadlines import Deadlines
+from scheduler_svc.policy.liveness import Watch
+from scheduler_svc.policy.queue import Queue
+from scheduler_svc.policy.state import Phase, Request, Worker, entry_key
+from shared.bus import RequestRecord, RequestState, WorkerPulse
+from shared.capacity import never_fits_message
+from shared.ids import GatewayId, RequestId, WorkerId
+
+Decisions = list[d.Decision]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """Limits and times of the policy; seconds of whatever clock `now` comes from."""
+
+    worker_lease_s: float = 3.0
+    worker_stall_s: float = 60.0
+    gateway_lease_s: float = 3.0
+    orphan_ttl_s: float = 30.0
+    max_crashes: int = 3
+    max_preemptions: int = 8
+
+
+class Policy:
+    """Holds the picture of one cell for as long as one scheduler leads."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self._config = config
+        self._requests: dict[RequestId, Request] = {}
+        self._workers: dict[WorkerId, Worker] = {}
+        self._queue = Queue()
+        self._deadlines = Deadlines()
+        self._leases: Watch[WorkerId] = Watch(config.worker_lease_s)
+        self._stalls: Watch[WorkerId] = Watch(config.worker_stall_s)
+        self._gateways: Watch[GatewayId] = Watch(config.gateway_lease_s)
+
+    @property
+    def request_ids(self) -> set[RequestId]:
+        """All live requests it knows."""
+        return set(self._requests)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(worker.assigned) for worker in self._workers.values())
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._workers)
+
+    def knows_worker(self, worker_id: WorkerId) -> bool:
+        """Whether `WorkersSeen` has shown it."""
+        return worker_id in self._workers
+
+    def on_event(self, event: d.Event, now: float) -> Decisions:
+        """What to do, in this order, now that `event` has happened.
+
+        Args:
+            event: what happened; each decision's outcome comes back as an event.
+            now: seconds; never goes back between calls.
+        """
+        match event:
+            case d.Reported():
+                found = self._on_report(event, now)
+            case d.Observed():
+                found = [decision for record in event.records for decision in self._observe(record, now)]
+            case d.Ended():
+                found = self._on_ended(event)
+            case d.WorkersSeen():
+                found = self._on_workers(event.pulses, now)
+            case d.WorkerLeft():
+                found = self._remove_worker(event.worker_id)
+            case d.GatewaysSeen():
+                found = self._on_gateways(event, now)
+            case d.GatewayRemoved():
+                found = self._on_gateway_removed(event, now)
+            case d.DispatchDone() | d.DispatchRefused() | d.PreemptSent():
+                found = self._on_outcome(event)
+            case d.Tick():
+                found = [self._abort(self._requests[i], "deadline", _DEADLINE) for i in self._deadlines.due(now)]
+        return found + self._place_queued()
+
+    # Requests.
+
+    def _observe(self, record: RequestRecord, now: float) -> Decisions:
+        request = self._requests.get(record.summary.request_id)
+        if record.state is RequestState.ENDED:
+            return self._on_ended(d.Ended(request_ids=(record.summary.request_id,)))
+        if request is None:
+            request = self._requests[record.summary.request_id] = Request(record, now)
+            self._deadlines.add(request)
+        elif request.phase is Phase.RUNNING and record.attempt < request.attempt:
+            return []
+        request.update(record)
+        found = self._follow_queued(request) if record.owner is None else self._follow_running(request, record.owner)
+        return found or self._follow_listeners(request, record, now)
+
+    def _follow_queued(self, request: Request) -> Decisions:
+        self._unassign(request)
+        request.phase = Phase.QUEUED
+        if request.crashes >= self._config.max_crashes:
+            return [self._abort(request, "failed", _CRASHED.format(request.crashes))]
+        self._queue.add(request)
+        return self._refuse([request])
+
+    def _follow_running(self, request: Request, owner: WorkerId) -> Decisions:
+        self._queue.remove(request)
+        worker = self._workers.get(owner)
+        if request.worker_id != owner:
+            self._unassign(request)
+        if worker is None:
+            request.phase = Phase.UNKNOWN
+            return [d.RequeueOne(request_id=request.request_id, owner=owner, attempt=request.attempt)]
+        worker.assign(request)
+        return []
+
+    def _follow_listeners(self, request: Request, record: RequestRecord, now: float) -> Decisions:
+        """A request that nobody listens to any more ends after its time."""
+        for gateway_id, _ in record.listeners:
+            self._gateways.expect(gateway_id, now)
+        if record.listeners:
+            request.orphan_since, request.lost_gateway = None, False
+            return []
+        if request.orphan_since is None:
+            request.orphan_since = now
+        ttl = record.orphan_ttl_s
+        if request.lost_gateway or ttl == 0:
+            ttl = max(ttl, self._config.orphan_ttl_s)
+        return [self._abort(request, "cancelled")] if now - request.orphan_since >= ttl else []
+
+    def _on_ended(self, event: d.Ended) -> Decisions:
+        for request_id in event.request_ids:
+            if (request := self._requests.get(request_id)) is not None:
+                self._forget(request)
+        return []
+
+    def _abort(self, request: Request, reason: str, message: str = "") -> d.Decision:
+        self._forget(request)
+        return d.Abort(request_id=request.request_id, reason=reason, message=message)
+
+    def _forget(self, request: Request) -> None:
+        self._unassign(request)
+        self._queue.remove(request)
+        self._deadlines.remove(request)
+        del self._requests[request.request_id]
+
+    def _unassign(self, request: Request) -> None:
+        if request.worker_id is not None and (worker := self._workers.get(request.worker_id)) is not None:
+            worker.drop(request)
+        request.leave_worker()
+
+    def _refuse(self, queued: Iterable[Request]) -> Decisions:
+        """Reject those that no live worker of their model could hold even alone; one that has run before may wait for
+        a larger worker to come back."""
+        found: Decisions = []
+        for request in list(queued):
+            able = self._serving(request.summary.fingerprint)
+            if request.attempt > 0 or not able or any(admission.can_ever_hold(w, request) for w in able):
+                continue
+            hello = max((w.hello for w in able), key=lambda h: h.num_blocks * h.block_size)
+            message = never_fits_message(request.largest, block_size=hello.block_size, num_blocks=hello.num_blocks)
+            self._forget(request)
+            found.append(d.Reject(request_id=request.request_id, message=message))
+        return found
+
+    # Placement.
+
+    def _serving(self, fingerprint: str) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.hello.fingerprint == fingerprint]
+
+    def _place_queued(self) -> Decisions:
+        """Dispatch from the front of each lane, up to the first request for which there is no room now."""
+        found: Decisions = []
+        for fingerprint in self._queue.fingerprints():
+            workers = self._serving(fingerprint)
+            index = 0
+            while workers and (request := self._queue.at(fingerprint, index)) is not None:
+                worker = placement.choose(workers, request)
+                if worker is not None:
+                    found.append(self._dispatch(request, worker))
+                elif any(admission.can_ever_hold(w, request) for w in workers):
+                    break
+                else:
+                    index += 1
+        return found
+
+    def _dispatch(self, request: Request, worker: Worker) -> d.Decision:
+        self._queue.remove(request)
+        request.attempt += 1
+        worker.assign(request)
+        return d.Dispatch(request_id=request.request_id, worker_id=worker.worker_id, rank=request.rank)
+
+    def _on_outcome(self, event: d.DispatchDone | d.DispatchRefused | d.PreemptSent) -> Decisions:
+        request = self._requests.get(event.request_id)
+        if request is None:
+            return []
+        match event:
+            case d.DispatchDone():
+                request.attempt, request.entry = event.attempt, entry_key(event.entry_id)
+            case d.PreemptSent():
+                request.preempt_entry = entry_key(event.entry_id)
+            case d.DispatchRefused():
+                self._unassign(request)
+                request.phase = Phase.UNKNOWN
+                return [d.Recheck(request_ids=(request.request_id,))]
+        return []
+
+    # Workers and gateways.
+
+    def _on_report(self, event: d.Reported, now: float) -> Decisions:
+        worker = self._workers.get(event.report.worker_id)
+        if worker is None or not worker.take(event.report):
+            return []
+        found = listing.compare(worker, now, lease_s=self._config.worker_lease_s)
+        for victim in preemption.choose_victims(worker, self._config.max_preemptions):
+            victim.is_preempting = True
+            found.append(
+                d.Preempt(
+                    request_id=victim.request_id,
+                    worker_id=worker.worker_id,
+                    attempt=victim.attempt,
+                    report_seq=event.report.seq,
+                )
+            )
+        return found
+
+    def _on_workers(self, pulses: tuple[WorkerPulse, ...], now: float) -> Decisions:
+        seen = {pulse.hello.worker_id: pulse for pulse in pulses}
+        joined = [pulse.hello for worker_id, pulse in seen.items() if worker_id not in self._workers]
+        self._workers |= {hello.worker_id: Worker(hello) for hello in joined}
+        found: Decisions = []
+        for worker_id in [worker_id for worker_id in self._workers if worker_id not in seen]:
+            found += self._remove_worker(worker_id)
+        silent = self._leases.lapsed({i: pulse.beat for i, pulse in seen.items()}, now)
+        stalled = self._stalls.lapsed({i: pulse.num_steps for i, pulse in seen.items() if pulse.has_work}, now)
+        for worker_id in {**dict.fromkeys(silent), **dict.fromkeys(stalled)}:
+            found.append(d.Requeue(worker_id=worker_id, why="silent" if worker_id in silent else "stalled"))
+            found += self._remove_worker(worker_id)
+        return found + (self._refuse(self._queue) if joined or found else [])
+
+    def _remove_worker(self, worker_id: WorkerId) -> Decisions:
+        worker = self._workers.pop(worker_id, None)
+        if worker is None:
+            return []
+        self._leases.forget(worker_id)
+        self._stalls.forget(worker_id)
+        requests = list(worker.assigned.values())
+        for request in requests:
+            worker.drop(request)
+            request.phase = Phase.UNKNOWN
+        return [d.Recheck(request_ids=tuple(request.request_id for request in requests))] if requests else []
+
+    def _on_gateways(self, event: d.GatewaysSeen, now: float) -> Decisions:
+        lost = self._gateways.lapsed(event.beats, now)
+        for gateway_id in lost:
+            self._gateways.forget(gateway_id)
+        return [d.RemoveGateway(gateway_id=gateway_id) for gateway_id in lost]
+
+    def _on_gateway_removed(self, event: d.GatewayRemoved, now: float) -> Decisions:
+        for request_id in event.orphans:
+            if (request := self._requests.get(request_id)) is not None:
+                request.lost_gateway = True
+                request.orphan_since = now
+        return []
+
+
+_DEADLINE = "the request did not finish before its deadline"
+_CRASHED = "{} workers in a row died while they ran this request; it is not tried again"

@@ -1,0 +1,200 @@
+"""Lua functions that several scripts share; `shared/redis_scripts.py` puts them before a script's own body.
+
+Design note.
+
+* `live` is the compare-and-set of ending: SREM answers 1 to exactly one caller.
+* A Redis at its memory limit refuses the first write of a script if it may need memory, and lets a script that has
+  written go on. So a script that stores something new (submit, dispatch, commit) begins with such a write and is
+  refused whole; one that only ends, frees or counts begins with a removal (`write_when_full`, SREM) and goes through.
+* Messages made here must decode with `shared/wire.py`. cmsgpack has no bin type, so `bin` writes that header itself.
+* Key names come from `shared/keys.py`. Keys are computed inside the scripts, not declared: one Redis is one cell,
+  never a cluster. No script reads a clock. Redis 6.2 and up, Valkey too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from shared import keys
+from shared.ids import GatewayId, RequestId, WorkerId
+from shared.messages import WIRE_VERSION
+
+NOT_LEADER = "LEADERLOST"
+"""First word of the error that scripts answer to a token that does not lead."""
+
+NAMES = f"""
+local LIVE, LIVE_TOKENS, SUBMIT, REPORTS = '{keys.LIVE}', '{keys.LIVE_TOKENS}', '{keys.SUBMIT}', '{keys.REPORTS}'
+local LEADER, WORKERS, GATEWAYS, DEVICES = '{keys.LEADER}', '{keys.WORKERS}', '{keys.GATEWAYS}', '{keys.DEVICES}'
+local REQ, LOG = '{keys.record(RequestId(""))}', '{keys.log(RequestId(""))}'
+local INBOX, CHANNEL = '{keys.inbox(WorkerId(""))}', '{keys.token_channel(GatewayId(""))}'
+local REPORTS_CAP, V = {keys.REPORTS_CAP}, {WIRE_VERSION}
+
+local function write_when_full()
+  redis.call('HDEL', WORKERS, '')
+end
+"""
+
+LEADER = f"""
+local NOT_LEADER = redis.error_reply('{NOT_LEADER} the leader token is not this one')
+local function leads(token)
+  return redis.call('HGET', LEADER, 'token') == token
+end
+"""
+
+RECORDS = """
+local function is_known_worker(worker)
+  return redis.call('HEXISTS', WORKERS, 'hello:' .. worker) == 1
+end
+
+local function queue_again(key)
+  redis.call('HSET', key, 'state', 'queued', 'owner', '')
+end
+
+local function holds(key, worker, attempt)
+  local r = redis.call('HMGET', key, 'state', 'owner', 'attempt')
+  return r[1] == 'running' and r[2] == worker and tonumber(r[3]) == attempt
+end
+
+local function post(worker, id, message)
+  message.v = V
+  return redis.call('XADD', INBOX .. worker, '*', 'id', id, 'd', cmsgpack.pack(message))
+end
+"""
+
+TELL = """
+local function bytes_of(n, size)
+  local text = ''
+  for _ = 1, size do
+    text = string.char(n % 256) .. text
+    n = math.floor(n / 256)
+  end
+  return text
+end
+
+local function bin(data)
+  local n = #data
+  if n < 256 then return string.char(196, n) .. data end
+  if n < 65536 then return string.char(197) .. bytes_of(n, 2) .. data end
+  return string.char(198) .. bytes_of(n, 4) .. data
+end
+
+local function array(items)
+  local n = #items
+  local head = n < 16 and string.char(144 + n) or n < 65536 and string.char(220) .. bytes_of(n, 2)
+      or string.char(221) .. bytes_of(n, 4)
+  return head .. table.concat(items)
+end
+
+-- Puts a packed message into the box of each gateway that listens; `publish` sends the boxes, one publication each.
+local function tell(boxes, listeners, message)
+  local told = {}
+  for _, listener in ipairs(cmsgpack.unpack(listeners)) do
+    local gateway = listener[1]
+    if not told[gateway] then
+      told[gateway] = true
+      local box = boxes[gateway]
+      if not box then
+        box = {}
+        boxes[gateway] = box
+      end
+      box[#box + 1] = message
+    end
+  end
+end
+
+local function publish(boxes)
+  for gateway, messages in pairs(boxes) do
+    redis.call('PUBLISH', CHANNEL .. gateway, array(messages))
+  end
+end
+"""
+
+END = """
+local function count_tokens(key, choices)
+  local total = 0
+  for c = 0, choices - 1 do
+    local r = redis.call('HMGET', key, 'len:' .. c, 'stop:' .. c, 'fin:' .. c)
+    if r[2] then
+      total = total + tonumber(r[2]) + 1
+    else
+      total = total + (tonumber(r[1]) or 0) - (r[3] and 1 or 0)
+    end
+  end
+  return total
+end
+
+-- Ends a live request: true for one caller only. `abort`: tell the owner, who does not know it by itself.
+local function end_request(boxes, id, reason, kind, message, abort)
+  local key = REQ .. id
+  if redis.call('SREM', LIVE, id) == 0 then return false end
+  local r = redis.call('HMGET', key, 'state', 'owner', 'listeners', 'idem', 'choices', 'reserved', 'ttl_ms',
+      'prompt_tokens')
+  if not r[1] then return false end
+  local completion = count_tokens(key, tonumber(r[5]))
+  redis.call('HSET', key, 'state', 'ended', 'reason', reason, 'completion_tokens', completion, 'error_kind', kind,
+      'error_message', message)
+  redis.call('PEXPIRE', key, r[7])
+  redis.call('PEXPIRE', LOG .. id, r[7])
+  if r[4] ~= '' then redis.call('PEXPIRE', r[4], r[7]) end
+  if redis.call('SCARD', LIVE) == 0 then
+    redis.call('DEL', LIVE_TOKENS)
+  else
+    redis.call('DECRBY', LIVE_TOKENS, r[6])
+  end
+  local ended = cmsgpack.pack({t = 'ended', v = V, request_id = id, reason = reason, prompt_tokens = tonumber(r[8]),
+      completion_tokens = completion, error_kind = kind, error_message = message})
+  tell(boxes, r[3], ended)
+  redis.call('XADD', REPORTS, 'MAXLEN', '~', REPORTS_CAP, '*', 'id', id, 'd', ended)
+  if abort and r[1] == 'running' and is_known_worker(r[2]) then
+    post(r[2], id, {t = 'abort', request_id = id})
+  end
+  return true
+end
+"""
+
+LISTENERS = """
+local function read_listeners(key)
+  local r = redis.call('HMGET', key, 'state', 'listeners')
+  if not r[1] or r[1] == 'ended' then return nil end
+  return cmsgpack.unpack(r[2])
+end
+
+-- Removes the listeners of a gateway (of one connection, if it is given); how many are left.
+local function drop_listeners(key, listeners, gateway, connection)
+  local left = {}
+  for _, l in ipairs(listeners) do
+    if l[1] ~= gateway or (connection and l[2] ~= connection) then left[#left + 1] = l end
+  end
+  if #left < #listeners then redis.call('HSET', key, 'listeners', cmsgpack.pack(left)) end
+  return #left
+end
+"""
+
+WORKER_GONE = """
+local function forget_worker(worker)
+  redis.call('HDEL', WORKERS, 'hello:' .. worker, 'beat:' .. worker, 'steps:' .. worker, 'held:' .. worker,
+      'suspect:' .. worker)
+  redis.call('DEL', INBOX .. worker)
+  local claims = redis.call('HGETALL', DEVICES)
+  for i = 1, #claims, 2 do
+    if claims[i + 1] == worker then redis.call('HDEL', DEVICES, claims[i]) end
+  end
+end
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """Lua source and the SHA-1 that EVALSHA takes."""
+
+    source: str
+    sha: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sha", hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest())
+
+
+def script(*parts: str) -> Script:
+    """One script: the names, then `parts` (functions of this module, last the body)."""
+    return Script(NAMES + "".join(parts))

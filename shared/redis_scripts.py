@@ -1,0 +1,388 @@
+"""The Lua scripts: one per step of the protocol, each atomic, each safe to run again when its reply was lost.
+
+A script is the shared functions of `shared/redis_lua.py` it needs, and its own body. Arguments and replies are
+documented where `shared/redis_bus.py` calls them; `shared/bus.py` says what each step means.
+"""
+
+from __future__ import annotations
+
+from shared import redis_lua as lua
+from shared.redis_lua import script
+
+RECORD_REPLY_FIELDS = (
+    "summary", "state", "order", "attempt", "owner", "listeners", "orphan_ttl_s", "preemptions", "crashes", "choices",
+    "reason", "prompt_tokens", "completion_tokens", "error_kind", "error_message",
+)  # fmt: skip
+"""What `LOAD_RECORDS` answers first; then length, stop index and finish of each choice."""
+
+
+SUBMIT = script(
+    """
+local id, summary, body, listeners, idem, body_hash = unpack(ARGV, 1, 6)
+local choices, prompt_tokens, reserved, orphan_ttl_s, ttl_ms = unpack(ARGV, 7, 11)
+local max_requests, max_tokens, memory_high = tonumber(ARGV[12]), tonumber(ARGV[13]), ARGV[14]
+if redis.call('EXISTS', REQ .. id) == 1 then return {'exists', id, ''} end
+local known = idem ~= '' and redis.call('GET', idem)
+if known then
+  local first, hash = string.match(known, '^(%S+) (.*)$')
+  if redis.call('EXISTS', REQ .. first) == 1 then
+    return {hash == body_hash and 'exists' or 'conflict', first, ''}
+  end
+end
+if memory_high ~= '' then return {'full', id, memory_high} end
+if redis.call('SCARD', LIVE) >= max_requests then
+  return {'full', id, 'live requests: at most ' .. max_requests}
+end
+if tonumber(redis.call('GET', LIVE_TOKENS) or '0') + tonumber(reserved) > max_tokens then
+  return {'full', id, 'tokens of live requests: at most ' .. max_tokens}
+end
+local order = redis.call('XADD', SUBMIT, '*', 'id', id, 'd', summary)
+redis.call('HSET', REQ .. id, 'summary', summary, 'body', body, 'state', 'queued', 'order', order, 'attempt', 0,
+    'owner', '', 'listeners', listeners, 'orphan_ttl_s', orphan_ttl_s, 'choices', choices, 'open', choices, 'reserved',
+    reserved, 'ttl_ms', ttl_ms, 'preemptions', 0, 'crashes', 0, 'idem', idem, 'prompt_tokens', prompt_tokens)
+redis.call('SADD', LIVE, id)
+redis.call('INCRBY', LIVE_TOKENS, reserved)
+if idem ~= '' then redis.call('SET', idem, id .. ' ' .. body_hash) end
+return {'new', id, ''}
+"""
+)
+
+LOAD_RECORDS = script(
+    f"local FIELDS = {{{', '.join(map(repr, RECORD_REPLY_FIELDS))}}}",
+    """
+local rows = {}
+for i, id in ipairs(ARGV) do
+  local row = redis.call('HMGET', REQ .. id, unpack(FIELDS))
+  for c = 0, row[1] and tonumber(row[10]) - 1 or -1 do
+    local r, n = redis.call('HMGET', REQ .. id, 'len:' .. c, 'stop:' .. c, 'fin:' .. c), #FIELDS + 3 * c
+    row[n + 1], row[n + 2], row[n + 3] = r[1], r[2], r[3]
+  end
+  rows[i] = row[1] and row
+end
+return rows
+""",
+)
+
+ATTACH = script(
+    lua.LISTENERS,
+    """
+local key, gateway, connection = REQ .. ARGV[1], ARGV[2], ARGV[3]
+local listeners = read_listeners(key)
+if not listeners then return 0 end
+for _, l in ipairs(listeners) do
+  if l[1] == gateway and l[2] == connection then return 1 end
+end
+listeners[#listeners + 1] = {gateway, connection}
+redis.call('HSET', key, 'listeners', cmsgpack.pack(listeners))
+return 1
+""",
+)
+
+DETACH = script(
+    lua.LISTENERS,
+    """
+local key = REQ .. ARGV[1]
+local listeners = read_listeners(key)
+if not listeners then return 0 end
+write_when_full()
+return drop_listeners(key, listeners, ARGV[2], ARGV[3])
+""",
+)
+
+END = script(
+    lua.RECORDS,
+    lua.TELL,
+    lua.END,
+    """
+local boxes = {}
+local won = end_request(boxes, ARGV[1], ARGV[2], ARGV[3], ARGV[4], true)
+publish(boxes)
+return won and 1 or 0
+""",
+)
+
+STOP_CHOICE = script(
+    lua.RECORDS,
+    lua.TELL,
+    lua.END,
+    """
+local id, choice, index = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local key = REQ .. id
+local r = redis.call('HMGET', key, 'state', 'len:' .. choice, 'stop:' .. choice, 'fin:' .. choice)
+if not r[1] or r[1] == 'ended' or r[3] then return 0 end
+if index >= (tonumber(r[2]) or 0) - (r[4] and 1 or 0) then return 0 end
+write_when_full()
+redis.call('HSET', key, 'stop:' .. choice, index)
+if not r[4] and redis.call('HINCRBY', key, 'open', -1) == 0 then
+  local boxes = {}
+  end_request(boxes, id, 'finished', '', '', true)
+  publish(boxes)
+end
+return 1
+""",
+)
+
+TAKE_LEAD = script(
+    """
+local token, seen_token, seen_beat = ARGV[1], ARGV[2], ARGV[3]
+local r = redis.call('HMGET', LEADER, 'token', 'beat')
+if r[1] == token then return 1 end
+if (r[1] or '') ~= seen_token or (r[2] or '0') ~= seen_beat then return 0 end
+write_when_full()
+redis.call('HSET', LEADER, 'token', token)
+redis.call('HINCRBY', LEADER, 'beat', 1)
+return 1
+"""
+)
+
+RAISE_LEAD = script(
+    lua.LEADER,
+    """
+if not leads(ARGV[1]) then return NOT_LEADER end
+write_when_full()
+return redis.call('HINCRBY', LEADER, 'beat', 1)
+""",
+)
+
+YIELD_LEAD = script(
+    lua.LEADER,
+    """
+write_when_full()
+if leads(ARGV[1]) then redis.call('HSET', LEADER, 'token', '') end
+return 1
+""",
+)
+
+ACK_SUBMITS = script(
+    """
+local group = ARGV[1]
+for i = 2, #ARGV do
+  redis.call('XACK', SUBMIT, group, ARGV[i])
+  redis.call('XDEL', SUBMIT, ARGV[i])
+end
+return 1
+"""
+)
+
+DISPATCH = script(
+    lua.LEADER,
+    lua.RECORDS,
+    """
+if not leads(ARGV[1]) then return NOT_LEADER end
+local id, worker, rank = ARGV[2], ARGV[3], tonumber(ARGV[4])
+local key = REQ .. id
+local r = redis.call('HMGET', key, 'state', 'attempt', 'crashes', 'choices')
+if not r[1] or r[1] == 'ended' then return {'ended'} end
+if r[1] ~= 'queued' then return {'not_queued'} end
+if not is_known_worker(worker) then return {'no_worker'} end
+local open = {}
+for c = 0, tonumber(r[4]) - 1 do
+  local ends = redis.call('HMGET', key, 'stop:' .. c, 'fin:' .. c)
+  if not ends[1] and not ends[2] then open[#open + 1] = c end
+end
+local attempt = tonumber(r[2]) + 1
+redis.call('HSET', key, 'state', 'running', 'owner', worker, 'attempt', attempt)
+local entry = post(worker, id, {t = 'run', request_id = id, attempt = attempt, choices = open, rank = rank,
+    crashes = tonumber(r[3])})
+return {'ok', entry, attempt}
+""",
+)
+
+PREEMPT = script(
+    lua.LEADER,
+    lua.RECORDS,
+    """
+if not leads(ARGV[1]) then return NOT_LEADER end
+if not is_known_worker(ARGV[2]) then return '0-0' end
+return redis.call('XADD', INBOX .. ARGV[2], '*', 'id', ARGV[3], 'd', ARGV[4])
+""",
+)
+
+REQUEUE = script(
+    lua.LEADER,
+    lua.RECORDS,
+    lua.WORKER_GONE,
+    """
+if not leads(ARGV[1]) then return NOT_LEADER end
+local worker = ARGV[2]
+write_when_full()
+local suspect = redis.call('HGET', WORKERS, 'suspect:' .. worker)
+local queued = {}
+for _, id in ipairs(redis.call('SMEMBERS', LIVE)) do
+  local key = REQ .. id
+  local r = redis.call('HMGET', key, 'state', 'owner', 'crashes')
+  if r[1] == 'running' and r[2] == worker then
+    queue_again(key)
+    if suspect == id then
+      redis.call('HINCRBY', key, 'crashes', 1)
+    elseif not suspect and r[3] == '0' then
+      redis.call('HSET', key, 'crashes', 1)
+    end
+    queued[#queued + 1] = id
+  end
+end
+forget_worker(worker)
+return queued
+""",
+)
+
+REQUEUE_ONE = script(
+    lua.LEADER,
+    lua.RECORDS,
+    """
+if not leads(ARGV[1]) then return NOT_LEADER end
+local key = REQ .. ARGV[2]
+if not holds(key, ARGV[3], tonumber(ARGV[4])) then return 0 end
+write_when_full()
+queue_again(key)
+return 1
+""",
+)
+
+REMOVE_GATEWAY = script(
+    lua.LEADER,
+    lua.LISTENERS,
+    """
+if not leads(ARGV[1]) then return NOT_LEADER end
+write_when_full()
+local orphans = {}
+for _, id in ipairs(redis.call('SMEMBERS', LIVE)) do
+  local listeners = read_listeners(REQ .. id)
+  if listeners and drop_listeners(REQ .. id, listeners, ARGV[2]) == 0 then orphans[#orphans + 1] = id end
+end
+redis.call('HDEL', GATEWAYS, 'beat:' .. ARGV[2])
+return orphans
+""",
+)
+
+HELLO = script(
+    """
+redis.call('HSET', WORKERS, 'hello:' .. ARGV[1], ARGV[2])
+redis.call('HSETNX', WORKERS, 'beat:' .. ARGV[1], 0)
+return 1
+"""
+)
+
+BYE = script(
+    lua.WORKER_GONE,
+    """
+forget_worker(ARGV[1])
+return 1
+""",
+)
+
+COMMIT = script(
+    lua.RECORDS,
+    lua.TELL,
+    lua.END,
+    """
+local OK, GAP, STOP, LOST = 0, 1, 2, 3
+local CHUNK = string.char(133) .. cmsgpack.pack('t', 'chunk', 'v', V, 'request_id')
+local worker, boxes = ARGV[1], {}
+
+local function commit(id, attempt, choice, start, entries, finish)
+  local key, len = REQ .. id, 'len:' .. choice
+  local r = redis.call('HMGET', key, 'state', 'owner', 'attempt', len, 'stop:' .. choice, 'fin:' .. choice, 'crashes',
+      'listeners')
+  local state, length, last = r[1], tonumber(r[4]) or 0, start + #entries
+  if r[2] ~= worker or tonumber(r[3]) ~= attempt then return state == 'ended' and STOP or LOST, length end
+  if r[6] and last <= length then return OK, length end
+  if state == 'ended' or r[5] or r[6] then return STOP, length end
+  if start > length then return GAP, length end
+  if last <= length then return OK, length end
+
+  local data = table.concat(entries, '', length - start + 1)
+  local offset = redis.call('APPEND', LOG .. id, data) - #data
+  tell(boxes, r[8], CHUNK .. cmsgpack.pack(id, 'offset', offset, 'data') .. bin(data))
+  local is_finished = finish ~= ''
+  if r[7] ~= '0' and last - length > (is_finished and 1 or 0) then redis.call('HSET', key, 'crashes', 0) end
+  if not is_finished then
+    redis.call('HSET', key, len, last)
+    return OK, last
+  end
+  redis.call('HSET', key, len, last, 'fin:' .. choice, finish)
+  if redis.call('HINCRBY', key, 'open', -1) == 0 then end_request(boxes, id, 'finished', '', '', false) end
+  return OK, last
+end
+
+local answers = {}
+for _, item in ipairs(cmsgpack.unpack(ARGV[2])) do
+  local n = #answers
+  answers[n + 1], answers[n + 2] = commit(unpack(item, 1, 6))
+end
+publish(boxes)
+return answers
+""",
+)
+"""Items are packed as [id, attempt, choice, start, entries, finish]; answers are code, length, code, length, ..."""
+
+BEAT = script(
+    lua.RECORDS,
+    """
+local OK, STOP, LOST = 0, 2, 3
+local worker, steps, held = ARGV[1], ARGV[2], cmsgpack.unpack(ARGV[3])
+local is_known, answers = is_known_worker(worker), {}
+if is_known then
+  write_when_full()
+  redis.call('HINCRBY', WORKERS, 'beat:' .. worker, 1)
+  redis.call('HSET', WORKERS, 'steps:' .. worker, steps, 'held:' .. worker, #held)
+end
+for i, item in ipairs(held) do
+  local r = redis.call('HMGET', REQ .. item[1], 'state', 'owner', 'attempt')
+  if not is_known then
+    answers[i] = LOST
+  elseif r[1] == 'ended' then
+    answers[i] = STOP
+  else
+    answers[i] = r[1] == 'running' and r[2] == worker and tonumber(r[3]) == item[2] and OK or LOST
+  end
+end
+return answers
+""",
+)
+
+RELEASE = script(
+    lua.RECORDS,
+    """
+local key = REQ .. ARGV[2]
+if not holds(key, ARGV[1], tonumber(ARGV[3])) then return 0 end
+write_when_full()
+queue_again(key)
+redis.call('HINCRBY', key, 'preemptions', ARGV[4])
+return 1
+""",
+)
+
+MARK_SUSPECT = script(
+    lua.RECORDS,
+    """
+if not is_known_worker(ARGV[1]) then return 0 end
+if ARGV[2] == '' then return redis.call('HDEL', WORKERS, 'suspect:' .. ARGV[1]) end
+return redis.call('HSET', WORKERS, 'suspect:' .. ARGV[1], ARGV[2])
+""",
+)
+
+CLAIM_DEVICE = script(
+    lua.RECORDS,
+    """
+local worker, name = ARGV[1], ARGV[2]
+local free
+for i = 3, #ARGV do
+  local holder = redis.call('HGET', DEVICES, ARGV[i])
+  if holder == worker then return ARGV[i] end
+  local is_free = not holder or (string.match(holder, '^(.*):') == name and not is_known_worker(holder))
+  free = free or (is_free and ARGV[i])
+end
+if free then redis.call('HSET', DEVICES, free, worker) end
+return free
+""",
+)
+"""`name` is the worker's id without its random part: a claim by an earlier start of the same name that never came to
+say hello is free. Other claims go with their worker (requeue, bye)."""
+
+GATEWAY_BEAT = script(
+    """
+write_when_full()
+return redis.call('HINCRBY', GATEWAYS, 'beat:' .. ARGV[1], 1)
+"""
+)

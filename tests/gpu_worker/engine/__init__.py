@@ -1,0 +1,1 @@
+"""Tests of the engine, on a scripted model."""

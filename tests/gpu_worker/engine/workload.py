@@ -1,0 +1,91 @@
+"""Sequences for engine tests, and a way to drive an engine while checking its invariants after every step."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+from gpu_worker.engine.engine import Engine, StepOutput
+from gpu_worker.engine.sequence import Sequence
+from shared.ids import RequestId
+from shared.log import FinishEntry, TokenEntry
+from shared.messages import SamplingParams
+from tests.scripted_runner import VOCAB_SIZE, ScriptedRunner, solo_output
+
+MAX_MODEL_LEN = 256
+
+
+def make_sequence(
+    name: str = "a", prompt: list[int] | None = None, *, choice: int = 0, rank: int = 0, is_alone: bool = False,
+    **sampling: object,
+) -> Sequence:  # fmt: skip
+    """A sequence of request `name` with a short prompt and, unless told otherwise, 8 tokens to draw."""
+    prompt = [1, 2, 3, 4, 5] if prompt is None else prompt
+    params = SamplingParams(**{"seed": 7, "max_tokens": 8, **sampling})  # type: ignore[arg-type]
+    return Sequence(
+        request_id=RequestId(name), attempt=1, choice=choice, rank=rank, token_ids=prompt,
+        num_prompt_tokens=len(prompt), sampling=params, is_alone=is_alone,
+    )  # fmt: skip
+
+
+def make_random_sequence(rng: random.Random, number: int, *, max_tokens: int = 40, is_long: bool = False) -> Sequence:
+    """One of many; some end by a stop token, all have their own seed; `is_long`: none has a lower limit."""
+    limit = max_tokens if is_long else rng.randint(1, max_tokens)
+    return make_sequence(
+        f"r{number}", [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 60))], rank=number,
+        seed=rng.randrange(2**31), max_tokens=limit, min_tokens=rng.choice((0, 0, 5)),
+        stop_token_ids=rng.choice(((), (3, 5))),
+    )  # fmt: skip
+
+
+def make_engine(runner: ScriptedRunner, *, max_num_seqs: int = 64, max_num_batched_tokens: int = 64) -> Engine:
+    return Engine(
+        runner, max_model_len=MAX_MODEL_LEN, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+    )
+
+
+class Driver:
+    """Steps an engine, keeps what every choice gained, and checks the promises that hold after any step."""
+
+    def __init__(self, engine: Engine, runner: ScriptedRunner, *, budget: int = 64) -> None:
+        self.engine = engine
+        self.runner = runner
+        self.budget = budget
+        self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.finish: dict[tuple[str, int], str] = {}
+
+    def step(self) -> StepOutput:
+        output = self.engine.step()
+        self.engine.check_integrity()
+        assert self.runner.plans[-1].num_tokens <= self.budget
+        for new in output.entries:
+            self._take(new.request_id, new.choice, new.entries, new.finish)
+        return output
+
+    def run_until_idle(self, max_steps: int = 20_000) -> None:
+        for _ in range(max_steps):
+            if not self.engine.has_work:
+                break
+            self.step()
+        view = self.engine.view()
+        assert not self.engine.has_work, "the engine should come to an end"
+        assert (view.free_blocks, view.num_running, view.num_waiting) == (self.runner.num_blocks, 0, 0)
+        assert self.runner.num_rows == 0, "every sequence that ran should have been forgotten"
+
+    def assert_as_solo(self, sequences: list[Sequence]) -> None:
+        """Each of these ended, with the tokens and reason of a run that nothing disturbed."""
+        for s in sequences:
+            key = (s.request_id, s.choice)
+            expected = solo_output(s.token_ids[: s.num_prompt_tokens], s.choice, s.sampling, MAX_MODEL_LEN)
+            assert (self.tokens[key], self.finish.get(key)) == expected, key
+
+    def _take(self, request_id: str, choice: int, entries: tuple[object, ...], finish: str) -> None:
+        key = (request_id, choice)
+        assert key not in self.finish, "nothing follows a finish"
+        for entry in entries:
+            if isinstance(entry, TokenEntry):
+                self.tokens[key].append(entry.token_id)
+            else:
+                assert isinstance(entry, FinishEntry)
+                assert entry == FinishEntry(choice, finish)
+                self.finish[key] = finish

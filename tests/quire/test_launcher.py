@@ -1,0 +1,72 @@
+"""What the launcher decides before it starts anything."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from quire import launcher
+from shared.errors import ConfigError
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_port_zero_gives_different_free_ports() -> None:
+    """Port 0 should give as many different ports as there are gateways, free right after."""
+    ports = launcher.choose_ports("127.0.0.1", 0, 3)
+    assert len(set(ports)) == 3
+    for port in ports:
+        socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_ports_count_up_from_the_first() -> None:
+    """Gateway i should get port + i."""
+    first = launcher.choose_ports("127.0.0.1", 0, 1)[0]
+    assert launcher.choose_ports("127.0.0.1", first, 1) == [first]
+
+
+def test_taken_port_is_refused(taken_port: int) -> None:
+    """A port that somebody listens on should be refused by number."""
+    with pytest.raises(ConfigError, match=str(taken_port)):
+        launcher.choose_ports("127.0.0.1", taken_port, 1)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "a" * 70 + ".invalid"])
+def test_foreign_host_is_refused(host: str) -> None:
+    """An address that is none of this machine's should be refused by name."""
+    with pytest.raises(ConfigError, match="--host"):
+        launcher.choose_ports(host, 0, 1)
+
+
+def test_ports_beyond_the_last_are_refused() -> None:
+    """More gateways than there are ports left should be refused."""
+    with pytest.raises(ConfigError, match="65535"):
+        launcher.choose_ports("127.0.0.1", 65535, 2)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:secret@10.0.0.1:6379/0", "redis://10.0.0.1:6379/0"),
+        ("redis://u:p@ss@h:1", "redis://h:1"),
+        ("unix:///tmp/r.sock", "unix:///tmp/r.sock"),
+    ],
+)
+def test_password_is_not_shown(url: str, shown: str) -> None:
+    """The ready line should name the Redis without its password."""
+    assert launcher.without_password(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:80"), ("0.0.0.0", "http://127.0.0.1:80"), ("::", "http://[::1]:80")],
+)
+def test_url_can_be_reached(host: str, url: str) -> None:
+    """The address shown should be one to connect to, also when listening on all."""
+    assert launcher.reachable_url(host, 80) == url

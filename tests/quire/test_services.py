@@ -1,0 +1,106 @@
+"""Children's command lines: what the launcher was told is what each service reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+
+from quire import services
+from quire.supervisor import ChildSpec
+from shared import flags
+from shared.config import (
+    EngineConfig,
+    GatewayConfig,
+    HttpConfig,
+    ModelConfig,
+    ProcessConfig,
+    SchedulerConfig,
+    ServeConfig,
+    WorkerConfig,
+)
+from shared.errors import ConfigError
+
+C = TypeVar("C")
+REDIS = "redis://:secret@127.0.0.1:1/0"
+
+
+def make_config(**changes: object) -> ServeConfig:
+    config = ServeConfig(
+        process=ProcessConfig(log_level="debug", drain_s=2.5, metrics_port=9100),
+        model=ModelConfig(model="/some folder/m", served_model_name=("a", "b"), max_model_len=77, dtype="float32"),
+        http=HttpConfig(host="0.0.0.0", api_key=("key-1", "key-2"), sse_keep_alive_s=0.5),
+        engine=EngineConfig(block_size=8, kv_cache_memory_bytes=12345, max_num_seqs=3, enforce_eager=True),
+        workers=2,
+        max_crashes=4,
+        worker_stall_s=9.0,
+        max_preemptions=5,
+    )
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+def read_back(spec: ChildSpec, config_class: type[C]) -> C:
+    """What the service makes of its command line (behind `-m MODULE`) and environment."""
+    environment = {name: value for name, value in spec.environment.items() if name.startswith("QUIRE_")}
+    return flags.parse(config_class, spec.argv[spec.argv.index("-m") + 2 :], environment, program="test")
+
+
+def test_worker_reads_what_the_launcher_was_told() -> None:
+    """Process, model and engine settings should arrive whole; metrics ports count up; cores are divided."""
+    config = make_config()
+    read = read_back(services.worker_spec(config, REDIS, 1), WorkerConfig)
+    process = replace(config.process, redis_url=REDIS, metrics_port=9102)
+    engine = replace(config.engine, num_threads=services.threads_per_worker(2))
+    assert read == WorkerConfig(process=process, model=config.model, engine=engine)
+
+
+def test_gateway_reads_what_the_launcher_was_told() -> None:
+    """Process, model and HTTP settings should arrive whole, the port its own."""
+    config = make_config()
+    read = read_back(services.gateway_spec(config, REDIS, 0, 4321), GatewayConfig)
+    process = replace(config.process, redis_url=REDIS, metrics_port=None)
+    assert read == GatewayConfig(process=process, model=config.model, http=replace(config.http, port=4321))
+
+
+def test_scheduler_reads_what_the_launcher_was_told() -> None:
+    """The policy's settings should arrive whole."""
+    config = make_config()
+    read = read_back(services.scheduler_spec(config, REDIS), SchedulerConfig)
+    process = replace(config.process, redis_url=REDIS)
+    assert read == SchedulerConfig(process=process, max_crashes=4, worker_stall_s=9.0, max_preemptions=5)
+
+
+def test_secrets_are_not_on_command_lines() -> None:
+    """API keys and the Redis password should travel by environment, since anybody may list processes."""
+    config = make_config()
+    specs = [
+        services.scheduler_spec(config, REDIS),
+        services.worker_spec(config, REDIS, 0),
+        services.gateway_spec(config, REDIS, 0, 1),
+    ]
+    shown = " ".join(argument for spec in specs for argument in spec.argv)
+    assert "secret" not in shown
+    assert "key-1" not in shown
+
+
+def test_key_with_a_comma_is_refused() -> None:
+    """Keys travel as a list with commas, so one that holds a comma should be refused, not cut in two."""
+    config = make_config(http=HttpConfig(api_key=("a,b",)))
+    with pytest.raises(ConfigError, match="comma"):
+        services.gateway_spec(config, REDIS, 0, 1)
+
+
+def test_variables_of_the_launcher_do_not_reach_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag set back to its default should win over the launcher's variable in the children too."""
+    monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "5")
+    spec = services.worker_spec(make_config(engine=EngineConfig()), REDIS, 0)
+    assert read_back(spec, WorkerConfig).engine.max_num_seqs == EngineConfig().max_num_seqs
+
+
+def test_compute_threads_are_set_once_for_all_libraries() -> None:
+    """Each worker's libraries should use its share of the cores, and wait without spinning for long."""
+    environment = services.worker_spec(make_config(engine=EngineConfig(num_threads=3)), REDIS, 0).environment
+    assert (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) == ("3", "3")
+    assert int(environment["GOMP_SPINCOUNT"]) <= 100_000
+    assert services.threads_per_worker(1000) == 1

@@ -1,0 +1,107 @@
+"""A model without a model: tokens are a hash, and the KV cache is simulated slot by slot.
+
+What it draws depends on the known tokens, seed, choice and output position only, as `ModelRunner` promises. It raises
+`CorruptCache` when a plan would make a real model read or write wrong memory: a block used by two sequences at once, a
+chunk that its blocks don't cover, or a position whose slot does not hold that sequence's own token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from gpu_worker.engine.batch_plan import BatchPlan, DrawnToken, PlannedChunk
+from gpu_worker.engine.sequence import Sequence
+from shared.log import Logprobs
+from shared.messages import SamplingParams
+
+VOCAB_SIZE = 97
+
+
+class CorruptCache(BaseException):
+    """A plan that breaks the cache; no `Exception`, since the engine survives those."""
+
+
+class ScriptedRunner:
+    """See the module.
+
+    Args:
+        poison: a token id that makes each step computing it raise, as a prompt that breaks the model would.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, poison: int | None = None) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.poison = poison
+        self.is_broken = False
+        self.plans: list[BatchPlan] = []
+        self._slots: dict[int, tuple[Sequence, int, int]] = {}
+        self._with_row: set[Sequence] = set()
+
+    def run(self, plan: BatchPlan) -> list[DrawnToken]:
+        self._check_ownership(plan)
+        self.plans.append(plan)
+        for chunk in plan.chunks:
+            self._write(chunk)
+        return [draw(chunk.sequence) for chunk in plan.chunks if chunk.is_sampling]
+
+    def forget(self, sequence: Sequence) -> None:
+        self._with_row.discard(sequence)
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that were run and not forgotten since."""
+        return len(self._with_row)
+
+    def _check_ownership(self, plan: BatchPlan) -> None:
+        owned = [block for chunk in plan.chunks for block in chunk.sequence.block_ids]
+        if len(set(owned)) != len(owned) or not all(0 <= block < self.num_blocks for block in owned):
+            raise CorruptCache(f"blocks owned twice or out of range: {owned}")
+        if len({id(chunk.sequence) for chunk in plan.chunks}) != len(plan.chunks):
+            raise CorruptCache("a sequence is in the plan twice")
+
+    def _write(self, chunk: PlannedChunk) -> None:
+        sequence, end = chunk.sequence, chunk.start + chunk.length
+        if self.is_broken or self.poison in sequence.token_ids[chunk.start : end]:
+            raise RuntimeError("the model cannot compute this")
+        if chunk.length < 1 or end > len(sequence.token_ids) or end > len(sequence.block_ids) * self.block_size:
+            raise CorruptCache(f"chunk [{chunk.start}, {end}) is not covered")
+        if chunk.is_sampling != (end == len(sequence.token_ids)):
+            raise CorruptCache("a chunk samples at the end of the known tokens, and only there")
+        self._with_row.add(sequence)
+        for position in range(end):
+            slot = sequence.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+            content = (sequence, position, sequence.token_ids[position])
+            if position >= chunk.start:
+                self._slots[slot] = content
+            elif self._slots.get(slot) != content:
+                raise CorruptCache(f"position {position} reads slot {slot}, which does not hold its token")
+
+
+def draw(sequence: Sequence) -> DrawnToken:
+    """The token that `sequence` draws next."""
+    return draw_next(sequence.token_ids, sequence.num_output, sequence.choice, sequence.sampling)
+
+
+def draw_next(known: list[int], num_output: int, choice: int, sampling: SamplingParams) -> DrawnToken:
+    """A token that depends on all arguments; stop tokens are banned for the first `min_tokens`."""
+    is_banned = num_output < sampling.min_tokens
+    text = f"{known}|{sampling.seed}|{choice}|{num_output}"
+    for salt in range(10_000):
+        token_id = int.from_bytes(hashlib.sha256(f"{text}|{salt}".encode()).digest()[:4]) % VOCAB_SIZE
+        if not (is_banned and token_id in sampling.stop_token_ids):
+            break
+    logprobs = None if sampling.num_logprobs is None else Logprobs(-0.5, ((token_id, -0.5),) * sampling.num_logprobs)
+    return DrawnToken(token_id, logprobs)
+
+
+def solo_output(prompt: list[int], choice: int, sampling: SamplingParams, max_model_len: int) -> tuple[list[int], str]:
+    """Output tokens and finish reason of a sequence that nothing ever disturbs."""
+    known = list(prompt)
+    while True:
+        num_output = len(known) - len(prompt)
+        known.append(draw_next(known, num_output, choice, sampling).token_id)
+        num_output += 1
+        if num_output > sampling.min_tokens and known[-1] in sampling.stop_token_ids:
+            return known[len(prompt) :], "stop"
+        if num_output >= sampling.max_tokens or len(known) >= max_model_len:
+            return known[len(prompt) :], "length"
