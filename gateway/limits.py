@@ -22,9 +22,6 @@ MAX_IDEMPOTENCY_KEY_CHARS = 256
 MAX_UNKNOWN_FIELDS = 32
 MAX_UNKNOWN_DEPTH = 32
 
-INLINE_BODY_BYTES = 64 * 1024
-"""Bodies up to this size are parsed on the event loop (well under a millisecond), larger ones in the text pool."""
-
 MAX_PROMPT_BYTES = 4 * 1024 * 1024
 """Text longer than this is never tokenized, whatever the model's context is."""
 
@@ -32,8 +29,7 @@ MAX_TEXT_JOBS = 512
 """Tokenizing jobs that may wait for a thread; beyond it the gateway answers 503."""
 
 TEMPLATE_TIMEOUT_S = 10.0
-BODY_TIMEOUT_S = 30.0
-HEADER_TIMEOUT_S = 15.0
+IDLE_TIMEOUT_S = 60.0
 SUBMIT_PATIENCE_S = 5.0
 
 SILENCE_S = 1.0

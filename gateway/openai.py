@@ -187,8 +187,8 @@ def _check_together(body: GenerateBody) -> None:
             raise InvalidRequest("top_logprobs: needs logprobs: true", param="top_logprobs")
         both = (body.max_tokens, body.max_completion_tokens)
         if None not in both and both[0] != both[1]:
-            raise InvalidRequest(f"max_tokens: {both[0]} differs from max_completion_tokens {both[1]}; give one of them",
-                                 param="max_tokens")  # fmt: skip
+            text = f"max_tokens: {both[0]} differs from max_completion_tokens {both[1]}; give one of them"
+            raise InvalidRequest(text, param="max_tokens")
     limit = body.token_limit if isinstance(body, (ChatBody, CompletionBody)) else None
     if limit is not None and (body.min_tokens or 0) > limit:
         raise InvalidRequest(f"min_tokens: {body.min_tokens} is more than max_tokens {limit}", param="min_tokens")

@@ -19,7 +19,12 @@ from gateway.model_folder import ModelFolder
 from shared.errors import InvalidRequest
 
 _ROLES = ("system", "user", "assistant", "developer")
-_NEUTRAL_MESSAGE_FIELDS = {"tool_calls": (None, []), "refusal": (None,), "audio": (None,), "function_call": (None,)}
+_NEUTRAL_MESSAGE_FIELDS: dict[str, tuple[object, ...]] = {
+    "tool_calls": (None, []),
+    "refusal": (None,),
+    "audio": (None,),
+    "function_call": (None,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +96,18 @@ class PromptEncoder:
             InvalidRequest: ids outside the vocabulary, no tokens at all, or a text that cannot fit the context.
         """
         if isinstance(prompt, TextPrompt):
-            self._check_length(prompt.text, "prompt")
-            ids = tuple(self._folder.tokenizer.encode(prompt.text).ids)
+            ids = self.encode_text(prompt.text)
         else:
             ids = prompt.token_ids
             self._check_ids(ids)
         if not ids:
             raise _wrong_prompt("prompt: is empty")
         return ids
+
+    def encode_text(self, text: str, *, adds_special_tokens: bool = True) -> tuple[int, ...]:
+        """Ids of a text in which control tokens may be spelled out. Raises `InvalidRequest` as `encode` does."""
+        self._check_length(text, "prompt")
+        return tuple(self._folder.tokenizer.encode(text, add_special_tokens=adds_special_tokens).ids)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
         """Ids of a chat prompt.
@@ -153,7 +162,9 @@ class PromptEncoder:
         low, high = min(ids), max(ids)
         if low < 0 or high >= self._folder.vocab_size:
             wrong = low if low < 0 else high
-            raise _wrong_prompt(f"prompt: token id {wrong} is not in the vocabulary (0 to {self._folder.vocab_size - 1})")
+            raise _wrong_prompt(
+                f"prompt: token id {wrong} is not in the vocabulary (0 to {self._folder.vocab_size - 1})"
+            )
 
 
 def context_error(prompt_tokens: str, max_tokens: int | None, max_model_len: int, param: str) -> InvalidRequest:

@@ -111,12 +111,14 @@ class Renderer:
         return {"token": name, "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": list(data)}
 
     def _completion_logprobs(self, tokens: tuple[ShownToken, ...]) -> dict[str, Any]:
-        name = self._token_text.token_name
+        name, wants_top = self._token_text.token_name, bool(self._body.sampling.num_logprobs)
         return {
             "text_offset": [token.text_offset for token in tokens],
             "token_logprobs": [max(token.logprob, _LOWEST_LOGPROB) for token in tokens],
             "tokens": [name(token.token_id) for token in tokens],
-            "top_logprobs": [self._alternatives(token) for token in tokens] if self._body.sampling.num_logprobs else None,
+            "top_logprobs": [self._alternatives(token) for token in tokens]
+            if self._body.sampling.num_logprobs
+            else None,
         }
 
     def _alternatives(self, token: ShownToken) -> dict[str, float]:

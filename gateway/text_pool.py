@@ -1,4 +1,4 @@
-"""A few threads for work on text (parsing large bodies, templates, tokenizing), so that the event loop keeps turning."""
+"""A few threads for work on text (parsing, templates, tokenizing), so that the event loop keeps turning."""
 
 from __future__ import annotations
 

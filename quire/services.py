@@ -24,6 +24,7 @@ def scheduler_spec(config: ServeConfig, redis_url: str) -> ChildSpec:
     """The one scheduler."""
     service = SchedulerConfig(
         process=_process(config, redis_url, 0),
+        orphan_ttl_s=config.http.orphan_ttl_s,
         max_crashes=config.max_crashes,
         worker_stall_s=config.worker_stall_s,
         max_preemptions=config.max_preemptions,

@@ -27,7 +27,9 @@ class ProcessConfig:
     metrics_port: int | None = setting(None, "port for /metrics of scheduler and worker (the launcher counts up "
                                        "from it: scheduler, workers); none: not served", minimum=0,
                                        maximum=65535)  # fmt: skip
+    metrics_host: str = setting("127.0.0.1", "address of the scheduler's and workers' /metrics")
     failpoints: str = setting("", "arm failpoints, for fault tests: name=action[@n];...", is_hidden=True)
+    die_with_parent: bool = setting(False, "end when the parent process does, however it ends", is_hidden=True)
     worker_lease_s: float = setting(3.0, "a worker whose counter stands still this long is lost", minimum=0.2)
     leader_lease_s: float = setting(1.5, "a scheduler whose counter stands still this long is replaced", minimum=0.2)
     drain_s: float = setting(30.0, "on SIGTERM, seconds to finish work before handing it over", minimum=0)
@@ -53,6 +55,7 @@ class HttpConfig:
     port: int = setting(8000, "first port; gateway i listens on port + i (0: any free one)", minimum=0, maximum=65535)
     api_key: tuple[str, ...] = setting((), "key(s) that clients must send as a bearer token; none: open")
     max_body_bytes: int = setting(16 * 1024 * 1024, "largest request body", minimum=1024)
+    body_timeout_s: float = setting(30.0, "how long a client may take to send its body", minimum=0.1)
     request_timeout_s: float = setting(600.0, "deadline of a request", minimum=1)
     orphan_ttl_s: float = setting(30.0, "how long a request runs on when nobody listens any more", minimum=0)
     record_ttl_s: float = setting(600.0, "how long an ended stream can still be read", minimum=1)
@@ -87,6 +90,7 @@ class GatewayConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     process: ProcessConfig = field(default_factory=ProcessConfig)
+    orphan_ttl_s: float = setting(30.0, "how long a request runs on when its gateway died", minimum=0)
     max_crashes: int = setting(3, "deaths of workers in a row that a request may cause", minimum=1)
     worker_stall_s: float = setting(60.0, "a worker with work that makes no step this long is lost", minimum=1)
     max_preemptions: int = setting(8, "a request preempted this often is not preempted again", minimum=1)

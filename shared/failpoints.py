@@ -17,7 +17,7 @@ The places, by the stages of the fault matrix:
 | S2 | `scheduler.after_read` | wake-up read, nothing decided, not acked |
 | S3 | `scheduler.after_dispatch` | RunRequest written, wake-up not acked |
 | S3 | `worker.after_inbox` | RunRequest read, engine does not know it |
-| S4 | `worker.in_prefill` | a step that holds prompt tokens is planned; the detail is the request ids |
+| S4 | `worker.in_prefill` | a step with prompt tokens is planned; detail: ids, `tok=a.b.c.d` a prompt |
 | S5 | `worker.before_commit` | tokens computed, not committed |
 | S6 | `bus.commit.reply` | commit script has run, its reply is not seen |
 | S6 | `gateway.before_write` | chunk received, not written to the client |
@@ -83,6 +83,11 @@ def arm(specs: str) -> None:
         if name not in NAMES or action not in ACTIONS or (count and not count.isdigit()):
             raise ConfigError(f"failpoints: {part!r} is not NAME[?PATTERN]=ACTION[:ARG][@N][#PATH]; actions: {ACTIONS}")
         _armed[name] = _Armed(action, argument, int(count) if count else None, pattern, latch)
+
+
+def is_armed(name: str) -> bool:
+    """Whether passing `name` could do anything: for places whose detail costs something to make."""
+    return name in _armed
 
 
 def failpoint(name: str, detail: str = "") -> None:

@@ -7,13 +7,14 @@ that publications may have been missed. A dead network path shows no error, so a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
-from shared import keys, wire
+from shared import keys
 from shared.bus import ChannelMessage, Subscribed
 from shared.errors import BusError, WireError
 from shared.ids import GatewayId
-from shared.messages import RequestEnded, TokenChunk
+from shared.publications import decode_publication
 from shared.redis_link import RedisLink
 from shared.redis_streams import RedisStreams
 
@@ -84,14 +85,8 @@ class RedisSubscription:
 
     async def _decode(self, data: bytes) -> list[ChannelMessage] | None:
         try:
-            messages = wire.decode_batch(data)
-            strangers = [m for m in messages if not isinstance(m, TokenChunk | RequestEnded)]
-            if strangers:
-                raise WireError(f"a {type(strangers[0]).__name__} does not belong here")
-            return [m for m in messages if isinstance(m, TokenChunk | RequestEnded)]
+            return decode_publication(data)
         except WireError as error:
-            try:
+            with contextlib.suppress(BusError):  # it is logged too, and what it told is found in the token log
                 await self._streams.bury(self._channel, data, str(error))
-            except BusError:
-                return None  # it was logged; the reader finds what it misses in the log
             return None

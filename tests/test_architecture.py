@@ -34,7 +34,7 @@ BROAD_EXCEPT_ALLOWED = {
     "gateway/app.py",
     "gateway/middleware.py",
     "scheduler_svc/service.py",
-    "gpu_worker/service.py",
+    "gpu_worker/engine/engine.py",
     "gpu_worker/engine_thread.py",
 }
 BANNED_NAMES = {"utils", "common", "helpers", "manager", "base", "misc"}

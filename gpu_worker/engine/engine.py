@@ -58,6 +58,7 @@ class EngineView:
     """A snapshot for reports. Counters rise for the life of the engine; the prompt of a sequence counts once, with its
     first token."""
 
+    num_blocks: int
     free_blocks: int
     num_running: int
     num_waiting: int
@@ -140,6 +141,11 @@ class Engine:
         self._num_preempted += len(self._held.get(request_id, ()))
         return self.drop(request_id)
 
+    def clear(self) -> None:
+        """Forget everything."""
+        for request_id in list(self._held):
+            self.drop(request_id)
+
     def step(self) -> StepOutput:
         """Compute one batch; call it while there `has_work`.
 
@@ -157,6 +163,7 @@ class Engine:
     def view(self) -> EngineView:
         """What the engine holds now, O(sequences)."""
         return EngineView(
+            num_blocks=self._pool.num_blocks,
             free_blocks=self._pool.num_free,
             num_running=len(self._planner.running),
             num_waiting=len(self._planner.waiting),

@@ -30,7 +30,7 @@ def make_config(**changes: object) -> ServeConfig:
     config = ServeConfig(
         process=ProcessConfig(log_level="debug", drain_s=2.5, metrics_port=9100),
         model=ModelConfig(model="/some folder/m", served_model_name=("a", "b"), max_model_len=77, dtype="float32"),
-        http=HttpConfig(host="0.0.0.0", api_key=("key-1", "key-2"), sse_keep_alive_s=0.5),
+        http=HttpConfig(host="0.0.0.0", api_key=("key-1", "key-2"), sse_keep_alive_s=0.5, orphan_ttl_s=3.5),
         engine=EngineConfig(block_size=8, kv_cache_memory_bytes=12345, max_num_seqs=3, enforce_eager=True),
         workers=2,
         max_crashes=4,
@@ -68,7 +68,9 @@ def test_scheduler_reads_what_the_launcher_was_told() -> None:
     config = make_config()
     read = read_back(services.scheduler_spec(config, REDIS), SchedulerConfig)
     process = replace(config.process, redis_url=REDIS)
-    assert read == SchedulerConfig(process=process, max_crashes=4, worker_stall_s=9.0, max_preemptions=5)
+    assert read == SchedulerConfig(
+        process=process, orphan_ttl_s=3.5, max_crashes=4, worker_stall_s=9.0, max_preemptions=5
+    )
 
 
 def test_secrets_are_not_on_command_lines() -> None:

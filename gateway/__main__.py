@@ -1,0 +1,56 @@
+"""`python -m gateway`: one gateway against a given Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import uvloop
+
+from gateway.app import GatewayApp
+from shared import failpoints, logs
+from shared.bus import BusLimits
+from shared.config import GatewayConfig, load
+from shared.errors import ConfigError
+from shared.process import die_with_parent, install_stop_signals
+
+
+def main() -> int:
+    """Run until a signal; the exit code: 0 after a clean drain, 2 for a wrong setting."""
+    try:
+        config = load(
+            GatewayConfig, sys.argv[1:], program="python -m gateway", description="The HTTP gateway of Quire."
+        )
+        if config.process.die_with_parent:
+            die_with_parent()
+        if not config.process.redis_url:
+            raise ConfigError("--redis-url: a gateway alone needs one (`quire serve` starts a private Redis)")
+        logs.set_up("gateway", config.process.log_level)
+        failpoints.arm(config.process.failpoints)
+        uvloop.run(_serve(config))
+    except ConfigError as error:
+        print(f"gateway: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+async def _serve(config: GatewayConfig) -> None:
+    from shared.redis_bus import open_bus
+
+    stop = asyncio.Event()
+    install_stop_signals(stop)
+    bus = open_bus(config.process.redis_url, BusLimits(record_ttl_s=config.http.record_ttl_s))
+    try:
+        app = GatewayApp(config, bus)
+        try:
+            await app.start()
+        except OSError as error:
+            raise ConfigError(f"--host {config.http.host} --port {config.http.port}: {error}") from None
+        await stop.wait()
+        await app.drain()
+    finally:
+        await bus.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

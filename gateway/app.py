@@ -1,0 +1,176 @@
+"""Wiring of one gateway: its parts, its routes, its loops, its start and its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from gateway.auth import KeyRing
+from gateway.background import Background
+from gateway.cell import CellView
+from gateway.detokenize import TokenText
+from gateway.drain import Drain
+from gateway.health import POLL_S, HealthSettings, HealthView
+from gateway.intake import IntakeDesk
+from gateway.metrics import GatewayMetrics
+from gateway.middleware import add_headers, guard
+from gateway.model_folder import ModelFolder, load_model_folder
+from gateway.relay import Relay
+from gateway.routes import generate, models, operations
+from gateway.server import HttpServer
+from gateway.state import GATEWAY, Gateway
+from gateway.text_pool import TextPool
+from shared.bus import Bus
+from shared.clock import MonotonicClock, unix_now
+from shared.config import GatewayConfig
+from shared.errors import BusError, ConfigError
+from shared.ids import GatewayId, new_incarnation
+from shared.logs import get_log
+
+BEAT_S = 1.0
+SUBSCRIBE_PATIENCE_S = 5.0
+LOOP_RETRY_S = 0.5
+FAREWELL_S = 2.0
+
+_log = get_log("gateway.app")
+
+
+class GatewayApp:
+    """One gateway: `start`, then `drain` or `close`.
+
+    Raises:
+        ConfigError: the model folder or a setting is wrong.
+    """
+
+    def __init__(self, config: GatewayConfig, bus: Bus) -> None:
+        self._config = config
+        self._bus = bus
+        self._pool = TextPool(config.http.tokenizer_threads)
+        self.gateway = _make_gateway(config, bus, self._pool)
+        self._server = HttpServer(_make_application(self.gateway), config.http.host, config.http.port)
+        self._loops: list[asyncio.Task[None]] = []
+
+    async def start(self) -> int:
+        """Run the loops and listen; the port."""
+        gateway = self.gateway
+        self._spawn("relay", gateway.relay.run, 0.0)
+        self._spawn("cell", gateway.cell.read, 0.0)
+        self._spawn("beat", self._beat, BEAT_S)
+        await gateway.health.poll()
+        self._spawn("health", gateway.health.poll, POLL_S)
+        try:
+            async with asyncio.timeout(SUBSCRIBE_PATIENCE_S):
+                await gateway.relay.is_subscribed.wait()
+        except TimeoutError:
+            _log.warning("bus_not_there_yet")
+        port = await self._server.start()
+        _log.info("listening", host=self._config.http.host, port=port, gateway=gateway.gateway_id)
+        return port
+
+    async def drain(self) -> None:
+        """Refuse new work, let open responses go on for a while, then `close`."""
+        gateway = self.gateway
+        gateway.health.is_draining = True
+        _log.info("draining", open_responses=gateway.relay.num_listeners)
+        await gateway.drain.run(self._config.process.drain_s)
+        await self.close()
+
+    async def close(self) -> None:
+        """Cut what is still open, tell the bus, and free everything but the bus."""
+        self.gateway.drain.is_closing = True
+        await self._server.close()
+        await self.gateway.background.close(FAREWELL_S)
+        for task in self._loops:
+            task.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await self._bus.gateway_bye(self.gateway.gateway_id)
+        except (BusError, TimeoutError) as error:
+            _log.warning("bye_failed", error=error)
+        self._pool.close()
+
+    async def _beat(self) -> None:
+        await self._bus.gateway_beat(self.gateway.gateway_id)
+
+    def _spawn(self, name: str, step: Callable[[], Awaitable[None]], pause_s: float) -> None:
+        self._loops.append(asyncio.get_running_loop().create_task(_forever(name, step, pause_s), name=name))
+
+
+async def _forever(name: str, step: Callable[[], Awaitable[None]], pause_s: float) -> None:
+    """Do `step` again and again; a failure is logged and waits a little."""
+    while True:
+        try:
+            await step()
+            await asyncio.sleep(pause_s)
+        except BusError as error:
+            _log.debug("loop_waits", loop=name, error=error)
+            await asyncio.sleep(LOOP_RETRY_S)
+        except Exception:
+            _log.error("loop_failed", exc_info=True, loop=name)
+            await asyncio.sleep(LOOP_RETRY_S)
+
+
+def _make_gateway(config: GatewayConfig, bus: Bus, pool: TextPool) -> Gateway:
+    if not config.model.model:
+        raise ConfigError("--model: name the model folder")
+    if not all(config.http.api_key):
+        raise ConfigError("--api-key: an empty key would let everybody in")
+    folder = load_model_folder(Path(config.model.model))
+    names = config.model.served_model_name or (folder.name,)
+    gateway_id, clock = GatewayId(new_incarnation("gateway")), MonotonicClock()
+    process = config.process
+    settings = HealthSettings(
+        models=frozenset({*names, folder.name}),
+        worker_lease_s=process.worker_lease_s,
+        leader_lease_s=process.leader_lease_s,
+    )
+    return Gateway(
+        gateway_id=gateway_id,
+        http=config.http,
+        bus=bus,
+        folder=folder,
+        model_names=names,
+        started_at=unix_now(),
+        keys=KeyRing(config.http.api_key),
+        desk=IntakeDesk(folder=folder, model_names=names, max_model_len=_max_model_len(config, folder), pool=pool),
+        token_text=TokenText(folder),
+        relay=Relay(bus, gateway_id),
+        health=HealthView(bus, clock, settings),
+        cell=CellView(bus, clock, process.worker_lease_s),
+        metrics=GatewayMetrics(names[0]),
+        drain=Drain(),
+        background=Background(),
+    )
+
+
+def _max_model_len(config: GatewayConfig, folder: ModelFolder) -> int:
+    asked = config.model.max_model_len
+    if asked is not None and asked > folder.max_position:
+        raise ConfigError(f"--max-model-len={asked}: the model was made for {folder.max_position} tokens")
+    return asked or folder.max_position
+
+
+def _make_application(gateway: Gateway) -> web.Application:
+    app = web.Application(middlewares=[guard], client_max_size=gateway.http.max_body_bytes)
+    app[GATEWAY] = gateway
+    app.on_response_prepare.append(add_headers)
+    app.add_routes(
+        [
+            web.post("/v1/completions", generate.post_completion),
+            web.post("/v1/chat/completions", generate.post_chat),
+            web.get("/v1/streams/{request_id}", generate.get_stream),
+            web.get("/v1/models", models.get_models),
+            web.get("/v1/models/{model}", models.get_model),
+            web.post("/tokenize", models.post_tokenize),
+            web.post("/detokenize", models.post_detokenize),
+            web.get("/health", operations.get_health),
+            web.get("/ready", operations.get_ready),
+            web.get("/version", operations.get_version),
+            web.get("/metrics", operations.get_metrics),
+        ]
+    )
+    return app

@@ -1,0 +1,101 @@
+"""What all workers of the cell report, summed: the numbers behind a gateway's `/metrics`.
+
+Reports are hints that expire: gauges of a worker that is gone, or silent for a lease, go with it. Its counters stay in
+the sums, so that totals never fall. Waiting requests are those in the queue (live, held by no worker) and the sequences
+that wait inside workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shared.bus import Bus, ReportMessage
+from shared.clock import Clock
+from shared.errors import BusError
+from shared.ids import EntryId, RequestId, WorkerId
+from shared.messages import WorkerReport
+
+READ_COUNT = 1000
+READ_BLOCK_MS = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellTotals:
+    """Gauges now, counters since this gateway started to look."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_blocks_used: int = 0
+    num_workers: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+
+    @property
+    def usage(self) -> float:
+        """Share of KV blocks in use, 0 to 1."""
+        return self.num_blocks_used / self.num_blocks if self.num_blocks else 0.0
+
+
+class CellView:
+    """The newest report of each worker."""
+
+    def __init__(self, bus: Bus, clock: Clock, lease_s: float) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._lease_s = lease_s
+        self._after = EntryId("$")
+        self._latest: dict[WorkerId, tuple[WorkerReport, float]] = {}
+        self._ended_counters = (0, 0, 0)
+
+    async def read(self) -> None:
+        """Wait up to `READ_BLOCK_MS` for reports and take them. Raises `BusError`."""
+        for entry_id, message in await self._bus.read_reports(self._after, READ_COUNT, READ_BLOCK_MS):
+            self._after = entry_id
+            self.note(message)
+
+    def note(self, message: ReportMessage) -> None:
+        """Take one message of the reports stream."""
+        if isinstance(message, WorkerReport):
+            self._latest[message.worker_id] = (message, self._clock.now())
+
+    async def totals(self) -> CellTotals:
+        """The sums now."""
+        self._expire()
+        reports = [report for report, _ in self._latest.values()]
+        held = {request.request_id for report in reports for request in report.held}
+        preemptions, prompt_tokens, generation_tokens = _add([self._ended_counters, *map(_counters, reports)])
+        return CellTotals(
+            num_running=sum(report.num_running for report in reports),
+            num_waiting=sum(report.num_waiting for report in reports) + len(await self._live() - held),
+            num_blocks=sum(report.num_blocks for report in reports),
+            num_blocks_used=sum(report.num_blocks - report.free_blocks for report in reports),
+            num_workers=len(reports),
+            num_preemptions=preemptions,
+            num_prompt_tokens=prompt_tokens,
+            num_generation_tokens=generation_tokens,
+        )
+
+    async def _live(self) -> set[RequestId]:
+        try:
+            return await self._bus.list_live()
+        except BusError:
+            return set()
+
+    def _expire(self) -> None:
+        now = self._clock.now()
+        gone = [worker for worker, (_, at) in self._latest.items() if now - at >= self._lease_s]
+        for worker in gone:
+            report, _ = self._latest.pop(worker)
+            self._ended_counters = _add([self._ended_counters, _counters(report)])
+
+
+def _counters(report: WorkerReport) -> tuple[int, int, int]:
+    return report.num_preemptions, report.num_prompt_tokens, report.num_generation_tokens
+
+
+def _add(rows: Iterable[tuple[int, int, int]]) -> tuple[int, int, int]:
+    first, second, third = (sum(column) for column in zip(*rows, strict=True))
+    return first, second, third

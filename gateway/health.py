@@ -1,0 +1,124 @@
+"""The gateway's view of the cell: is the bus there, does a leader lead, which workers of our model live and work.
+
+Everyone raises counters in the bus; the view polls them and times "has not moved" with its own monotonic clock. Timers
+start again when the bus comes back, since nobody could raise a counter in between. *Ready* means that tokens can be
+produced: bus reachable, a leader, and a living worker that makes steps whenever it has work. *Serving* means that work
+is accepted: a living worker is enough, a slow step is no reason to refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from shared.bus import Bus, LeaderPulse, WorkerPulse
+from shared.clock import Clock
+from shared.errors import BusError
+from shared.ids import WorkerId
+from shared.logs import get_log
+from shared.messages import WorkerHello
+
+POLL_S = 0.25
+
+_log = get_log("gateway.health")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthSettings:
+    """`models`: names under which a worker may serve our model; leases in seconds."""
+
+    models: frozenset[str]
+    worker_lease_s: float
+    leader_lease_s: float
+
+
+class HealthView:
+    """Call `poll` every `POLL_S`; everything else answers from what it saw."""
+
+    def __init__(self, bus: Bus, clock: Clock, settings: HealthSettings) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._settings = settings
+        self._is_bus_up = False
+        self._leader = LeaderPulse()
+        self._workers: list[WorkerPulse] = []
+        self._beats = _Stillness(clock)
+        self._steps = _Stillness(clock)
+        self.is_draining = False
+
+    async def poll(self) -> None:
+        """Look at the counters once."""
+        try:
+            leader, workers = await self._bus.read_leader(), await self._bus.read_workers()
+        except BusError as error:
+            if self._is_bus_up:
+                _log.warning("bus_down", error=error)
+            self._is_bus_up = False
+            return
+        if not self._is_bus_up:
+            self._beats, self._steps = _Stillness(self._clock), _Stillness(self._clock)
+            self._is_bus_up = True
+        self._leader = leader
+        self._workers = [pulse for pulse in workers if pulse.hello.model in self._settings.models]
+        self._note_counters()
+
+    def live_workers(self) -> list[WorkerHello]:
+        """Workers of our model whose lease counter moves."""
+        lease = self._settings.worker_lease_s
+        return [p.hello for p in self._workers if self._beats.still_s(p.hello.worker_id) < lease]
+
+    def serving(self) -> WorkerHello | None:
+        """The live worker that can hold the longest request; None when nothing serves now."""
+        live = self.live_workers() if self._is_bus_up else []
+        return max(live, key=lambda h: min(h.max_model_len, h.num_blocks * h.block_size), default=None)
+
+    def why_not_ready(self) -> list[str]:
+        """Reasons why no tokens can be produced; empty: ready."""
+        if self.is_draining:
+            return ["draining"]
+        if not self._is_bus_up:
+            return ["bus unreachable"]
+        reasons = []
+        if not self._has_leader():
+            reasons.append("no scheduler leads")
+        live = self.live_workers()
+        if not live:
+            reasons.append("no live worker")
+        elif all(self._is_stuck(worker.worker_id) for worker in live):
+            reasons.append("no worker makes steps")
+        return reasons
+
+    def _note_counters(self) -> None:
+        self._beats.note("leader", (self._leader.token, self._leader.beat))
+        for pulse in self._workers:
+            self._beats.note(pulse.hello.worker_id, pulse.beat)
+            self._steps.note(pulse.hello.worker_id, (pulse.num_steps, pulse.has_work) if pulse.has_work else object())
+        known: set[Hashable] = {"leader", *(pulse.hello.worker_id for pulse in self._workers)}
+        self._beats.keep(known)
+        self._steps.keep(known)
+
+    def _has_leader(self) -> bool:
+        return bool(self._leader.token) and self._beats.still_s("leader") < self._settings.leader_lease_s
+
+    def _is_stuck(self, worker_id: WorkerId) -> bool:
+        """It has work and has made no step for a lease; an idle worker never is."""
+        return self._steps.still_s(worker_id) >= self._settings.worker_lease_s
+
+
+class _Stillness:
+    """For how long each counter has not changed."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seen: dict[Hashable, tuple[object, float]] = {}
+
+    def note(self, name: Hashable, value: object) -> None:
+        seen = self._seen.get(name)
+        if seen is None or seen[0] != value:
+            self._seen[name] = (value, self._clock.now())
+
+    def keep(self, names: set[Hashable]) -> None:
+        self._seen = {name: seen for name, seen in self._seen.items() if name in names}
+
+    def still_s(self, name: Hashable) -> float:
+        return self._clock.now() - self._seen[name][1]

@@ -1,0 +1,219 @@
+"""From the bytes of a POST to a request that can be stored: parse, check, render, tokenize, resolve, and refuse.
+
+Refusals in order: what is wrong in itself (400), nothing serves now (503), what can never fit (400). Documented
+choices: `max_tokens` that does not fit beside the prompt is refused, never shortened; absent, it is 16 for completions
+and what fits for chat; a missing seed is drawn here, so that the record holds all that the tokens depend on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import orjson
+
+from gateway import limits
+from gateway.health import HealthView
+from gateway.model_folder import ModelFolder
+from gateway.openai import ChatBody, CompletionBody, parse_body, parse_json
+from gateway.prompt import PromptEncoder, context_error, read_messages, read_prompts
+from gateway.text_pool import TextPool
+from shared.capacity import fits, never_fits_message
+from shared.clock import unix_now
+from shared.errors import InvalidRequest, NotFound, Overloaded
+from shared.ids import RequestId, new_request_id, new_seed
+from shared.messages import RequestBody, SamplingParams, SubmitRequest, WorkerHello
+
+COMPLETION_MAX_TOKENS = 16
+_SEED_MASK = 2**63 - 1
+
+R = TypeVar("R")
+GenerateRequest = CompletionBody | ChatBody
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intake:
+    """A checked request. `body_hash` is over the JSON as sent; `ignored` names fields that change nothing."""
+
+    request_id: RequestId
+    body: RequestBody
+    body_hash: str
+    ignored: list[str]
+
+    def summary(self, *, tenant: str, worker: WorkerHello, timeout_s: float) -> SubmitRequest:
+        """What the scheduler needs to know; `worker` is one that may run it."""
+        return SubmitRequest(
+            request_id=self.request_id,
+            tenant=tenant,
+            model=worker.model,
+            fingerprint=worker.fingerprint,
+            prompt_lens=tuple(len(prompt) for prompt in self.body.prompts),
+            n=self.body.n,
+            max_tokens=self.body.sampling.max_tokens,
+            timeout_s=timeout_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    request: GenerateRequest
+    ignored: list[str]
+    prompts: tuple[tuple[int, ...], ...]
+    logit_bias: tuple[tuple[int, float], ...]
+    stop_token_ids: tuple[int, ...]
+    body_hash: str
+
+
+class IntakeDesk:
+    """Makes an `Intake` of each POST.
+
+    Args:
+        folder: the model's text side.
+        model_names: what clients may call it; the first one is used when a request names none.
+        max_model_len: of the gateway's own configuration; a worker may have less.
+    """
+
+    def __init__(
+        self, *, folder: ModelFolder, model_names: tuple[str, ...], max_model_len: int, pool: TextPool
+    ) -> None:
+        self._folder = folder
+        self._model_names = model_names
+        self.max_model_len = max_model_len
+        self._pool = pool
+        self.encoder = PromptEncoder(folder, max_model_len)
+
+    async def take(self, kind: str, data: bytes, health: HealthView) -> tuple[Intake, WorkerHello]:
+        """The request in `data`, and the worker it was checked against.
+
+        Raises:
+            InvalidRequest, NotFound: the request is wrong.
+            Overloaded: no worker lives.
+        """
+        read = await self.in_pool(lambda: self._read(kind, data))
+        longest = max(map(len, read.prompts))
+        self._check_context(read.request, longest, self.max_model_len)
+        worker = health.serving()
+        if worker is None:
+            raise Overloaded("no worker serves this model now; try again", retry_after_s=2, code="no_worker")
+        max_tokens = self._resolve_max_tokens(read.request, longest, worker)
+        return self._build(kind, read, max_tokens), worker
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. Raises `NotFound` for a model that is not served."""
+        if name is None:
+            return self._model_names[0]
+        if name not in self._model_names:
+            raise NotFound(f"model: {name[:64]!r} is not served here", param="model", code="model_not_found")
+        return name
+
+    async def in_pool(self, job: Callable[[], R]) -> R:
+        """Run `job` in the text pool, for a bounded time."""
+        try:
+            async with asyncio.timeout(limits.TEMPLATE_TIMEOUT_S):
+                return await self._pool.run(job)
+        except TimeoutError:
+            raise Overloaded("reading the prompt took too long; try again") from None
+
+    def _read(self, kind: str, data: bytes) -> _Read:
+        """The blocking part, in a thread of the pool."""
+        raw = parse_json(data)
+        body_class: type[ChatBody] | type[CompletionBody] = ChatBody if kind == "chat" else CompletionBody
+        request, ignored = parse_body(raw, body_class)
+        self.check_model(request.model)
+        bias, stop_ids = self._resolve_bias(request.logit_bias or {}), self._resolve_stop_ids(request)
+        return _Read(request, ignored, self._read_prompts(request), bias, stop_ids, _hash(raw))
+
+    def _read_prompts(self, request: GenerateRequest) -> tuple[tuple[int, ...], ...]:
+        if isinstance(request, ChatBody):
+            return (self.encoder.encode_chat(read_messages(request.messages)),)
+        prompts = read_prompts(request.prompt)
+        if len(prompts) * (request.n or 1) > limits.MAX_CHOICES:
+            choices = f"{len(prompts)} prompts times n {request.n}"
+            raise InvalidRequest(f"n: {choices} is more than {limits.MAX_CHOICES} choices", param="n")
+        return tuple(self.encoder.encode(prompt) for prompt in prompts)
+
+    def _check_context(self, request: GenerateRequest, longest: int, max_model_len: int) -> None:
+        """The longest prompt and the least output that was asked for must fit; one token if nothing was."""
+        wanted = max(request.token_limit or 1, request.min_tokens or 0)
+        if longest + wanted > max_model_len:
+            shown = wanted if longest < max_model_len else None
+            raise context_error(str(longest), shown, max_model_len, _prompt_field(request))
+
+    def _resolve_max_tokens(self, request: GenerateRequest, longest: int, worker: WorkerHello) -> int:
+        """`max_tokens`, checked against what the largest living worker can hold."""
+        max_model_len = min(self.max_model_len, worker.max_model_len)
+        self._check_context(request, longest, max_model_len)
+        room = max_model_len - longest
+        limit = request.token_limit
+        if limit is None:
+            in_pool = worker.num_blocks * worker.block_size - longest
+            limit = min(room, COMPLETION_MAX_TOKENS) if isinstance(request, CompletionBody) else min(room, in_pool)
+            limit = max(limit, request.min_tokens or 0, 1)
+        if not fits(longest + limit, block_size=worker.block_size, num_blocks=worker.num_blocks):
+            message = never_fits_message(longest + limit, block_size=worker.block_size, num_blocks=worker.num_blocks)
+            raise InvalidRequest(message, param=_prompt_field(request), code="context_length_exceeded")
+        return limit
+
+    def _build(self, kind: str, read: _Read, max_tokens: int) -> Intake:
+        request = read.request
+        options = request.stream_options
+        body = RequestBody(
+            kind=kind,
+            model=self.check_model(request.model),
+            created=unix_now(),
+            prompts=read.prompts,
+            n=request.n or 1,
+            sampling=self._resolve_sampling(read, max_tokens),
+            stop=request.stop_strings,
+            stream=bool(request.stream),
+            include_usage=bool(options and options.include_usage),
+        )
+        return Intake(request_id=new_request_id(kind), body=body, body_hash=read.body_hash, ignored=read.ignored)
+
+    def _resolve_sampling(self, read: _Read, max_tokens: int) -> SamplingParams:
+        request = read.request
+        return SamplingParams(
+            seed=new_seed() if request.seed in (None, -1) else (request.seed or 0) & _SEED_MASK,
+            max_tokens=max_tokens,
+            min_tokens=request.min_tokens or 0,
+            temperature=_or(request.temperature, 1.0),
+            top_p=_or(request.top_p, 1.0),
+            top_k=min(max(request.top_k or 0, 0), self._folder.vocab_size),
+            min_p=_or(request.min_p, 0.0),
+            presence_penalty=_or(request.presence_penalty, 0.0),
+            frequency_penalty=_or(request.frequency_penalty, 0.0),
+            repetition_penalty=_or(request.repetition_penalty, 1.0),
+            logit_bias=read.logit_bias,
+            stop_token_ids=read.stop_token_ids,
+            num_logprobs=request.num_logprobs,
+        )
+
+    def _resolve_bias(self, raw: dict[str, float]) -> tuple[tuple[int, float], ...]:
+        bias = {self._token_id("logit_bias", key): float(value) for key, value in raw.items()}
+        return tuple(sorted(bias.items()))
+
+    def _resolve_stop_ids(self, request: GenerateRequest) -> tuple[int, ...]:
+        asked = {self._token_id("stop_token_ids", str(id_)) for id_ in request.stop_token_ids or ()}
+        return tuple(sorted(asked if request.ignore_eos else asked | set(self._folder.eos_ids)))
+
+    def _token_id(self, field: str, text: str) -> int:
+        top = self._folder.max_token_id
+        if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= top):
+            raise InvalidRequest(f"{field}: {text[:20]!r} is not a token id (0 to {top})", param=field)
+        return int(text)
+
+
+def _prompt_field(request: GenerateRequest) -> str:
+    return "messages" if isinstance(request, ChatBody) else "prompt"
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else float(value)
+
+
+def _hash(raw: dict[str, Any]) -> str:
+    """Equal for equal JSON, whatever its spacing and order of keys."""
+    return hashlib.sha256(orjson.dumps(raw, option=orjson.OPT_SORT_KEYS)).hexdigest()

@@ -1,0 +1,194 @@
+"""From the bus to the HTTP responses of this gateway: publications are the fast path, the log is the truth.
+
+One subscription a gateway; each response has a `Listener` that gives its log entries in order, each once:
+
+* chunks are ordered by byte offset; what lies before the position is dropped, a gap is read from the log;
+* after a (re-)subscription, and after a second of silence, the log is read from the position on, since the last
+  publication may be the lost one;
+* a listener buffers a bounded number of bytes; when its client is slow it drops them and reads the log later;
+* the end is known from `RequestEnded` or from the record, and the log is read once more before it is believed;
+* a record that is gone (expired, FLUSHALL) is an error, as is a bus that stays away until the deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from gateway import limits
+from shared.bus import Bus, ChannelMessage, Subscribed
+from shared.errors import BusError, RequestFailed
+from shared.ids import ConnectionId, GatewayId, RequestId, new_connection_id
+from shared.log import LogEntry, decode_entries
+from shared.logs import get_log
+from shared.messages import RequestEnded, TokenChunk
+
+RETRY_S = 0.2
+
+_log = get_log("gateway.relay")
+
+
+class Relay:
+    """Hands publications to listeners. `run` is a task for the life of the gateway."""
+
+    def __init__(self, bus: Bus, gateway_id: GatewayId) -> None:
+        self._bus = bus
+        self.gateway_id = gateway_id
+        self._listeners: dict[RequestId, set[Listener]] = {}
+        self.is_subscribed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Read the subscription until cancelled."""
+        subscription = self._bus.subscribe(self.gateway_id)
+        try:
+            while True:
+                heard = await subscription.next(limits.SILENCE_S)
+                if isinstance(heard, Subscribed):
+                    self.is_subscribed.set()
+                    self._refill_all()
+                else:
+                    for message in heard or ():
+                        self._hand_out(message)
+        finally:
+            await subscription.close()
+
+    def listen(self, request_id: RequestId) -> Listener:
+        """A new listener for `request_id`, from the start of its log. Close it."""
+        listener = Listener(self._bus, self, request_id)
+        self._listeners.setdefault(request_id, set()).add(listener)
+        return listener
+
+    def forget(self, listener: Listener) -> None:
+        """Hand nothing more to `listener`."""
+        others = self._listeners.get(listener.request_id, set())
+        others.discard(listener)
+        if not others:
+            self._listeners.pop(listener.request_id, None)
+
+    @property
+    def num_listeners(self) -> int:
+        """Responses that are being written."""
+        return sum(len(listeners) for listeners in self._listeners.values())
+
+    def _hand_out(self, message: ChannelMessage) -> None:
+        for listener in self._listeners.get(message.request_id, ()):
+            listener.offer(message)
+
+    def _refill_all(self) -> None:
+        for listeners in self._listeners.values():
+            for listener in listeners:
+                listener.refill()
+
+
+class Listener:
+    """The log entries of one request, for one response."""
+
+    def __init__(self, bus: Bus, relay: Relay, request_id: RequestId) -> None:
+        self._bus = bus
+        self._relay = relay
+        self.request_id = request_id
+        self.connection_id: ConnectionId = new_connection_id()
+        self._position = 0
+        self._chunks: deque[TokenChunk] = deque()
+        self._num_buffered = 0
+        self._must_refill = False
+        self._must_check = False
+        self._is_woken = asyncio.Event()
+        self.ended: RequestEnded | None = None
+
+    def offer(self, message: ChannelMessage) -> None:
+        """Take a publication; never blocks, never grows beyond its bound."""
+        if isinstance(message, RequestEnded):
+            self._must_check = True
+        elif self._num_buffered + len(message.data) > limits.MAX_BUFFERED_BYTES:
+            self._drop_buffer()
+            self._must_refill = True
+        else:
+            self._chunks.append(message)
+            self._num_buffered += len(message.data)
+        self._is_woken.set()
+
+    def refill(self) -> None:
+        """Publications may be lost: look at log and record next."""
+        self._must_refill = self._must_check = True
+        self._is_woken.set()
+
+    async def read(self) -> list[LogEntry]:
+        """The next entries, at least one; empty when the request has ended and its whole log was read (`ended` says
+        how).
+
+        Raises:
+            RequestFailed: the record is gone.
+        """
+        while True:
+            data = self._from_buffer()
+            if not data and self._must_refill:
+                data = await self._from_log()
+            if not data and self._must_check:
+                await self._check_ended()
+            if not data and self.ended is not None:
+                data = await self._from_log()
+            if data or self.ended is not None:
+                self._position += len(data)
+                return decode_entries(data)
+            await self._wait()
+
+    def close(self) -> None:
+        """Stop listening in this process."""
+        self._relay.forget(self)
+        self._drop_buffer()
+
+    def _from_buffer(self) -> bytes:
+        """What the buffered chunks hold from the position on; a gap asks for a refill."""
+        parts: list[bytes] = []
+        position = self._position
+        while self._chunks and not self._must_refill:
+            chunk = self._chunks[0]
+            if chunk.offset > position:
+                self._must_refill = True
+                break
+            self._chunks.popleft()
+            self._num_buffered -= len(chunk.data)
+            new = chunk.data[position - chunk.offset :]
+            parts.append(new)
+            position += len(new)
+        return b"".join(parts)
+
+    async def _from_log(self) -> bytes:
+        """The log from the position on. The flag falls first: what is published meanwhile raises it again."""
+        self._must_refill = False
+        while True:
+            try:
+                return await self._bus.read_log(self.request_id, self._position)
+            except BusError as error:
+                await self._pause(error)
+
+    async def _check_ended(self) -> None:
+        """Look at the record: has the request ended?"""
+        self._must_check = False
+        while True:
+            try:
+                record = await self._bus.load_record(self.request_id)
+                break
+            except BusError as error:
+                await self._pause(error)
+        if record is None:
+            raise RequestFailed("the request's record is lost", code="request_lost")
+        self.ended = record.ended
+
+    async def _wait(self) -> None:
+        """Until something is offered; after a second of silence look at log and record."""
+        try:
+            async with asyncio.timeout(limits.SILENCE_S):
+                await self._is_woken.wait()
+        except TimeoutError:
+            self._must_refill = self._must_check = True
+        self._is_woken.clear()
+
+    async def _pause(self, error: BusError) -> None:
+        _log.warning("read_retried", request_id=self.request_id, error=error)
+        await asyncio.sleep(RETRY_S)
+
+    def _drop_buffer(self) -> None:
+        self._chunks.clear()
+        self._num_buffered = 0

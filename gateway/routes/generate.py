@@ -1,0 +1,56 @@
+"""POST /v1/completions, POST /v1/chat/completions, GET /v1/streams/{id}: everything that gives tokens."""
+
+from __future__ import annotations
+
+import time
+
+from aiohttp import web
+
+from gateway.exchange import Exchange
+from gateway.routes.body import idempotency_key, last_event_id, read_body
+from gateway.state import GATEWAY, TENANT
+from gateway.submission import join, submit
+from gateway.watch import ResponseWatch
+
+
+async def post_completion(request: web.Request) -> web.StreamResponse:
+    """Text for prompts."""
+    return await _generate(request, "completion")
+
+
+async def post_chat(request: web.Request) -> web.StreamResponse:
+    """The next message of a conversation."""
+    return await _generate(request, "chat")
+
+
+async def get_stream(request: web.Request) -> web.StreamResponse:
+    """A stream again, from the event after `Last-Event-ID`; by any gateway, for the tenant that began it."""
+    gateway, started = request.app[GATEWAY], time.monotonic()
+    gateway.drain.check()
+    after = last_event_id(request)
+    with gateway.drain.tracked():
+        delivery = await join(gateway, request.match_info["request_id"], request[TENANT])
+        watch = ResponseWatch(gateway.metrics, delivery.request_id, is_counted=False, started=started)
+        exchange = Exchange(gateway=gateway, request=request, delivery=delivery, watch=watch, ignored=[], after=after)
+        return await exchange.respond(is_stream=True)
+
+
+async def _generate(request: web.Request, kind: str) -> web.StreamResponse:
+    """Take a POST in, store it, and write its response."""
+    gateway, started = request.app[GATEWAY], time.monotonic()
+    gateway.drain.check()
+    key, after = idempotency_key(request), last_event_id(request)
+    with gateway.drain.tracked():
+        data = await read_body(request)
+        intake, worker = await gateway.desk.take(kind, data, gateway.health)
+        delivery, is_new = await submit(gateway, intake, worker=worker, tenant=request[TENANT], idempotency_key=key)
+        watch = ResponseWatch(gateway.metrics, delivery.request_id, is_counted=is_new, started=started)
+        exchange = Exchange(
+            gateway=gateway,
+            request=request,
+            delivery=delivery,
+            watch=watch,
+            ignored=intake.ignored,
+            after=None if is_new else after,
+        )
+        return await exchange.respond(is_stream=delivery.body.stream)

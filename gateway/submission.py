@@ -1,0 +1,109 @@
+"""Putting a request into the bus, or joining one that is there already; either way a delivery comes out."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from gateway import limits
+from gateway.delivery import Delivery
+from gateway.intake import Intake
+from gateway.relay import RETRY_S, Listener
+from gateway.state import Gateway
+from shared.bus import NewRequest, SubmitAnswer, SubmitOutcome
+from shared.errors import BusUnavailable, IdempotencyConflict, NotFound, Overloaded
+from shared.failpoints import failpoint
+from shared.ids import RequestId, is_request_id
+from shared.messages import RequestBody, WorkerHello
+
+
+async def submit(
+    gateway: Gateway, intake: Intake, *, worker: WorkerHello, tenant: str, idempotency_key: str | None
+) -> tuple[Delivery, bool]:
+    """Store the request; the delivery of its response, and whether it is new (not one that its key knew).
+
+    Raises:
+        IdempotencyConflict: the key belongs to another body.
+        Overloaded, BusError: it cannot be stored now.
+    """
+    body = dataclasses.replace(intake.body, has_idempotency_key=idempotency_key is not None)
+    delivery = _deliver(gateway, gateway.relay.listen(intake.request_id), body)
+    new = NewRequest(
+        summary=intake.summary(tenant=tenant, worker=worker, timeout_s=gateway.http.request_timeout_s),
+        body=body,
+        gateway_id=gateway.gateway_id,
+        connection_id=delivery.connection_id,
+        orphan_ttl_s=gateway.http.orphan_ttl_s if idempotency_key else 0.0,
+        idempotency_key=idempotency_key,
+        body_hash=intake.body_hash,
+    )
+    try:
+        failpoint("gateway.before_submit", intake.request_id)
+        outcome = await _insist_on_submit(gateway, new)
+    except (BusUnavailable, asyncio.CancelledError):
+        delivery.leave()  # it may be stored all the same
+        raise
+    except BaseException:
+        delivery.complete()
+        raise
+    if outcome.request_id == intake.request_id and outcome.answer in (SubmitAnswer.NEW, SubmitAnswer.EXISTS):
+        return delivery, True
+    delivery.complete()
+    return await _join_instead(gateway, outcome, tenant), False
+
+
+async def join(gateway: Gateway, request_id: str, tenant: str) -> Delivery:
+    """A delivery of a request that is in the bus.
+
+    Raises:
+        NotFound: it is unknown, gone, or another tenant's.
+    """
+    known = RequestId(request_id) if is_request_id(request_id) else None
+    record = None if known is None else await gateway.bus.load_record(known)
+    body = None if known is None or record is None else await gateway.bus.load_body(known)
+    if known is None or record is None or body is None or record.summary.tenant != tenant:
+        raise NotFound("no such stream", code="stream_not_found")
+    if body.model not in gateway.model_names:
+        raise NotFound("this gateway serves another model", code="stream_not_found")
+    listener = gateway.relay.listen(known)
+    listener.refill()
+    delivery = _deliver(gateway, listener, body)
+    try:
+        await gateway.bus.attach(known, gateway.gateway_id, listener.connection_id)
+    except BaseException:
+        delivery.leave()
+        raise
+    return delivery
+
+
+async def _join_instead(gateway: Gateway, outcome: SubmitOutcome, tenant: str) -> Delivery:
+    if outcome.answer is SubmitAnswer.CONFLICT:
+        raise IdempotencyConflict("Idempotency-Key: was used with another body", param="Idempotency-Key")
+    if outcome.answer is SubmitAnswer.FULL:
+        raise Overloaded(f"too much work is queued ({outcome.detail}); try again", retry_after_s=2)
+    return await join(gateway, outcome.request_id, tenant)
+
+
+async def _insist_on_submit(gateway: Gateway, new: NewRequest) -> SubmitOutcome:
+    """Submit again when no answer came: the same id is stored once. Gives up after `limits.SUBMIT_PATIENCE_S`."""
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + limits.SUBMIT_PATIENCE_S
+    while True:
+        try:
+            return await gateway.bus.submit(new)
+        except BusUnavailable:
+            if clock() >= deadline:
+                raise
+            await asyncio.sleep(RETRY_S)
+
+
+def _deliver(gateway: Gateway, listener: Listener, body: RequestBody) -> Delivery:
+    return Delivery(
+        bus=gateway.bus,
+        gateway_id=gateway.gateway_id,
+        listener=listener,
+        body=body,
+        token_text=gateway.token_text,
+        background=gateway.background,
+        timeout_s=gateway.http.request_timeout_s,
+    )

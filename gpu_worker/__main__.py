@@ -1,0 +1,102 @@
+"""`python -m gpu_worker`: one worker against a given Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+
+import uvloop
+
+from gpu_worker.devices import claim_gpu
+from gpu_worker.engine.engine import EngineBroken
+from gpu_worker.metrics import WorkerMetrics
+from gpu_worker.service import LoadedModel, Place, WorkerService, new_place
+from shared import failpoints, logs, process
+from shared.bus import Bus
+from shared.config import WorkerConfig, load
+from shared.errors import BusError, ConfigError
+from shared.metrics import serve_metrics
+from shared.redis_bus import open_bus
+
+_DESCRIPTION = "Computes: paged attention and continuous batching over one model."
+
+_log = logs.get_log("worker")
+
+
+def main() -> int:
+    """Run until SIGTERM or SIGINT; the exit code: 0, 1 when the model broke, or 2 for a wrong setting."""
+    try:
+        config = load(WorkerConfig, sys.argv[1:], program="python -m gpu_worker", description=_DESCRIPTION)
+        _check(config)
+        failpoints.arm(config.process.failpoints)
+        if config.process.die_with_parent:
+            process.die_with_parent()
+        logs.set_up("gpu_worker", config.process.log_level)
+        uvloop.run(_run(config))
+    except ConfigError as error:
+        print(f"gpu_worker: {error}", file=sys.stderr)
+        return 2
+    except EngineBroken as error:
+        _log.error("the model is broken, giving up", error=str(error))
+        return 1
+    except KeyboardInterrupt:  # while loading, before the loop takes the signals
+        return 130
+    return 0
+
+
+def _check(config: WorkerConfig) -> None:
+    if not config.process.redis_url:
+        raise ConfigError("redis_url is empty: give --redis-url or QUIRE_REDIS_URL")
+    if not config.model.model:
+        raise ConfigError("model is empty: give a model folder or QUIRE_MODEL")
+
+
+async def _run(config: WorkerConfig) -> None:
+    bus = open_bus(config.process.redis_url)
+    metrics = WorkerMetrics()
+    port = config.process.metrics_port
+    server = None if port is None else serve_metrics(metrics.registry, host=config.process.metrics_host, port=port)
+    try:
+        place = await claim_gpu(bus, config.engine.device, new_place())
+        model = await _load_model(bus, config, place)
+        stop = asyncio.Event()
+        process.install_stop_signals(stop)
+        await WorkerService(bus, config, model, place, metrics.take).run(stop)
+    finally:
+        await bus.close()
+        if server is not None:
+            server.close()
+
+
+async def _load_model(bus: Bus, config: WorkerConfig, place: Place) -> LoadedModel:
+    """The model, loaded in this very thread (the current CUDA device is a thread's); a failure frees the claim."""
+    from gpu_worker.model.runner import load_runner
+
+    _log.info("loading model", model=config.model.model)
+    since = time.monotonic()
+    try:
+        model: LoadedModel = load_runner(config)
+    except BaseException:
+        await _give_claim_back(bus, place)
+        raise
+    num_tokens = model.num_blocks * model.block_size
+    _log.info(
+        "model loaded", seconds=time.monotonic() - since, device=model.device, dtype=model.dtype,
+        fingerprint=model.fingerprint, num_blocks=model.num_blocks, block_size=model.block_size, kv_tokens=num_tokens,
+        max_model_len=model.max_model_len, full_length_requests=num_tokens / model.max_model_len,
+    )  # fmt: skip
+    return model
+
+
+async def _give_claim_back(bus: Bus, place: Place) -> None:
+    if place.device_id is None:
+        return
+    try:
+        await bus.bye(place.first_id)
+    except BusError as error:
+        _log.warning("claim not given back", error=str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""One incarnation of this worker: the identity under which it owns requests, and what its loops share.
+
+A worker that was declared dead (its fields are gone from Redis, its requests are queued again) starts over as a new
+incarnation with nothing in hand; only the loaded model lives on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from gpu_worker.engine.engine import Engine, EngineView
+from gpu_worker.engine_thread import Add, Drop, EngineThread, Round
+from gpu_worker.ledger import Held, Ledger
+from shared.bus import Bus, RequestRecord, RequestState
+from shared.failpoints import failpoint
+from shared.ids import EntryId, RequestId, WorkerId
+from shared.logs import get_log
+
+_log = get_log("worker")
+
+
+class Incarnation:
+    """Shared by inbox, outbox, heart and reporter; lives on the event loop.
+
+    `outbox_due` and `report_due` wake those loops; `emptied` is set while nothing is held; `broken` gets the error that
+    ended the engine.
+    """
+
+    def __init__(
+        self, worker_id: WorkerId, bus: Bus, engine: Engine, *, prepare_thread: Callable[[], None] | None = None
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.worker_id = worker_id
+        self.bus = bus
+        self.ledger = Ledger()
+        self.view: EngineView = engine.view()
+        self.inbox_id = EntryId("0-0")
+        self.is_draining = False
+        self.outbox_due = asyncio.Event()
+        self.report_due = asyncio.Event()
+        self.emptied = asyncio.Event()
+        self.emptied.set()
+        self.broken: asyncio.Future[None] = loop.create_future()
+        self.thread = EngineThread(
+            engine,
+            post=lambda round_: _call(loop, self._on_round, round_),
+            on_broken=lambda error: _call(loop, self._on_broken, error),
+            prepare=prepare_thread,
+        )
+
+    async def load_own(self, request_id: RequestId, attempt: int) -> RequestRecord | None:
+        """The record, if it says that this incarnation owns `attempt` of it."""
+        record = await self.bus.load_record(request_id)
+        if record is None or record.state is not RequestState.RUNNING:
+            return None
+        return record if (record.owner, record.attempt) == (self.worker_id, attempt) else None
+
+    def hold(self, held: Held) -> None:
+        """Take a request in; a suspect waits in the ledger, all others go to the engine now."""
+        _log.info("request taken", request_id=held.request_id, attempt=held.attempt, choices=len(held.choices))
+        self.ledger.hold(held)
+        self.emptied.clear()
+        self.report_due.set()
+        if held.is_suspect or held.exit is not None:
+            self.outbox_due.set()
+        else:
+            self.start(held)
+
+    def start(self, held: Held) -> None:
+        """Hand a request to the engine."""
+        self.thread.submit(Add(held.sequences))
+        held.sequences = ()
+
+    def drop(self, held: Held, why: str) -> None:
+        """Hold and compute a request no longer; what is not committed of it is void."""
+        failpoint("worker.before_free", held.request_id)
+        self.thread.submit(Drop(held.request_id))
+        self.let_go(held, why)
+
+    def let_go(self, held: Held, why: str) -> None:
+        """Hold a request no longer that the engine has finished with."""
+        _log.info("request left", request_id=held.request_id, attempt=held.attempt, why=why)
+        self.ledger.forget(held)
+        self.note_departures()
+
+    def note_departures(self) -> None:
+        """Something has left the ledger: a suspect may have, a report is due, all may be gone."""
+        self.outbox_due.set()
+        self.report_due.set()
+        if not self.ledger:
+            self.emptied.set()
+
+    def _on_round(self, round_: Round) -> None:
+        before, self.view, self.inbox_id = self.view, round_.view, round_.inbox_id
+        self.ledger.take(round_)
+        if round_.entries or round_.failures or round_.withdrawn:
+            self.outbox_due.set()
+        if (before.num_running, before.num_waiting, len(before.held)) != (
+            round_.view.num_running, round_.view.num_waiting, len(round_.view.held),
+        ):  # fmt: skip
+            self.report_due.set()
+
+    def _on_broken(self, error: Exception) -> None:
+        if not self.broken.done():
+            self.broken.set_exception(error)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], argument: object) -> None:
+    loop.call_soon_threadsafe(function, argument)

@@ -1,0 +1,66 @@
+"""The order inside a KV block; nothing else knows it.
+
+A model declares groups of layers that share one block table (`KvGroup`; full attention only, one group so far). For
+each layer the cache is one tensor [num_blocks, 2, block_size, kv_heads, head_size]: a block's keys, then its values,
+token-major, so that a block is one contiguous run of bytes (copy, swap and fork move it whole) and gathered blocks
+of a sequence are its keys in token order without another copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvGroup:
+    """Layers `layers` share one block table. `window` None: they see the whole context."""
+
+    layers: range
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLayout:
+    """Sizes of the cache. All groups have blocks of the same size in bytes."""
+
+    groups: tuple[KvGroup, ...]
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block id over all layers, keys and values."""
+        return self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int, device: torch.device) -> KvCache:
+        """A cache of `num_blocks` blocks, zeroed (pages are taken from the system when first written)."""
+        shape = (num_blocks, 2, self.block_size, self.num_kv_heads, self.head_size)
+        return KvCache([torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.num_layers)])
+
+
+class KvCache:
+    """The blocks of all layers."""
+
+    def __init__(self, layers: list[Tensor]) -> None:
+        self._layers = layers
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self._layers[0].shape[0])
+
+    def keys(self, layer: int) -> Tensor:
+        """[num_blocks, block_size, kv_heads, head_size], a view."""
+        return self._layers[layer][:, 0]
+
+    def values(self, layer: int) -> Tensor:
+        """[num_blocks, block_size, kv_heads, head_size], a view."""
+        return self._layers[layer][:, 1]

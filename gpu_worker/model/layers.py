@@ -1,0 +1,116 @@
+"""The layers that decoders are made of, over the ops of `kernels`. Model files never touch weights or caches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_worker.model.config import CheckpointConfig, RopeScaling
+from gpu_worker.model.kv_layout import KvCache
+from kernels.kv_write import kv_write
+from kernels.linear import linear, pack_weight
+from kernels.paged_attention import PagedBatch, paged_attention
+from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rotary import make_cos_sin, rotary
+from kernels.silu_mul import silu_mul
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What the layers of one step share.
+
+    Attributes:
+        positions: [rows] int64. slots: [rows] int64, −1 for padding. batch: the chunks. cache: all layers' blocks.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    batch: PagedBatch
+    cache: KvCache
+
+
+class Linear:
+    """One projection. The one place where weights are stored, split over ranks and adapted.
+
+    Args:
+        weight: [out, in]. bias: [out] or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight = pack_weight(weight)
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in] → [rows, out]."""
+        return linear(x, self._weight, self._bias)
+
+
+class RmsNorm:
+    """Norm with its weight [hidden]."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight = weight
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of `x` [rows, hidden]."""
+        return rms_norm(x, self._weight, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The norm of `residual + x`; that sum is left in `residual`."""
+        return add_rms_norm(x, residual, self._weight, self._eps)
+
+
+class Attention:
+    """Self-attention of layer `layer` over the paged cache, with queries, keys and values from one projection."""
+
+    def __init__(self, config: CheckpointConfig, layer: int, *, qkv: Linear, output: Linear, cos_sin: Tensor) -> None:
+        self._layer = layer
+        self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
+        self._head_size = config.head_size
+        self._qkv, self._output, self._cos_sin = qkv, output, cos_sin
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        """[rows, hidden] → [rows, hidden]; writes this step's keys and values into the cache."""
+        heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
+        num_rotated = self._num_heads + self._num_kv_heads
+        rotary(heads[:, :num_rotated], step.positions, self._cos_sin)
+        query = heads[:, : self._num_heads]
+        keys, values = step.cache.keys(self._layer), step.cache.values(self._layer)
+        kv_write(heads[:, self._num_heads : num_rotated], heads[:, num_rotated:], keys, values, step.slots)
+        mixed = paged_attention(query, keys, values, step.batch, self._head_size**-0.5)
+        return self._output(mixed.flatten(1))
+
+
+class GatedMlp:
+    """Feed-forward layer: down(silu(gate(x)) · up(x)), gate and up from one projection."""
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        self._gate_up, self._down = gate_up, down
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, hidden] → [rows, hidden]."""
+        return self._down(silu_mul(self._gate_up(x)))
+
+
+def rotary_table(config: CheckpointConfig, num_positions: int, device: torch.device) -> Tensor:
+    """cos and sin of all positions: [num_positions, head_size] float32."""
+    exponents = torch.arange(0, config.head_size, 2, dtype=torch.int64).float() / config.head_size
+    frequencies = 1.0 / (config.rope_theta**exponents)
+    if config.rope_scaling is not None:
+        frequencies = _scale(frequencies, config.rope_scaling)
+    return make_cos_sin(frequencies, num_positions).to(device)
+
+
+def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Stretch rotary frequencies. llama3: long waves are divided by the factor, short ones kept, those between are
+    mixed linearly (Llama 3.1)."""
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    waves_in_original = scaling.original_max_position * frequencies / (2 * math.pi)
+    share = (waves_in_original - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    share = share.clamp(0.0, 1.0)
+    return (1 - share) * frequencies / scaling.factor + share * frequencies

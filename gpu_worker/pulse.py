@@ -1,0 +1,122 @@
+"""The two signs of life: the beat, which is the worker's lease, and reports, which the scheduler plans by."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from gpu_worker.incarnation import Incarnation
+from shared.bus import CommitAnswer
+from shared.errors import BusError, QuireError
+from shared.logs import get_log
+from shared.messages import WorkerReport
+
+MAX_BEAT_S = 1.0
+WORKING_REPORT_S = 0.1
+IDLE_REPORT_S = 1.0
+MIN_REPORT_GAP_S = 0.005
+"""Changes so close together share a report: a tiny model would otherwise send one at each of its steps."""
+
+_log = get_log("pulse")
+
+
+class DeclaredDead(QuireError):
+    """This incarnation is no longer in the `workers` hash: its requests are others' now."""
+
+
+class Heart:
+    """Raises the lease counter, and learns from the answers what is no longer this worker's."""
+
+    def __init__(self, incarnation: Incarnation, *, lease_s: float) -> None:
+        self._incarnation = incarnation
+        self._period_s = min(MAX_BEAT_S, lease_s / 3)
+
+    async def run(self) -> None:
+        """Until cancelled. Raises `DeclaredDead`."""
+        while True:
+            try:
+                await self._beat()
+            except BusError as error:
+                _log.warning("beat failed", error=str(error))
+            await asyncio.sleep(self._period_s)
+
+    async def _beat(self) -> None:
+        mine = self._incarnation
+        asked = list(mine.ledger)
+        pairs = [(held.request_id, held.attempt) for held in asked]
+        answers = await mine.bus.beat(mine.worker_id, mine.view.num_steps, pairs)
+        if all(answer is CommitAnswer.LOST for answer in answers):
+            await self._check_known()
+        for held, answer in zip(asked, answers, strict=True):
+            if answer in (CommitAnswer.STOP, CommitAnswer.LOST) and mine.ledger.is_held(held):
+                mine.drop(held, str(answer))
+
+    async def _check_known(self) -> None:
+        """Nothing is held, or all was lost: find out whether this incarnation still counts."""
+        mine = self._incarnation
+        if mine.worker_id not in {pulse.hello.worker_id for pulse in await mine.bus.read_workers()}:
+            raise DeclaredDead(f"{mine.worker_id} was declared dead")
+
+
+class Reporter:
+    """Sends a report at each change of who is held, and in between at a steady pace.
+
+    Args:
+        on_report: called with each report that was sent, for the metrics.
+    """
+
+    def __init__(self, incarnation: Incarnation, on_report: Callable[[WorkerReport], None]) -> None:
+        self._incarnation = incarnation
+        self._on_report = on_report
+        self._seq = 0
+        self._num_evictions = 0
+        self._evictions_known_since = 0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        mine = self._incarnation
+        while True:
+            mine.report_due.clear()
+            try:
+                await self._send()
+            except BusError as error:
+                _log.warning("report failed", error=str(error))
+            await asyncio.sleep(MIN_REPORT_GAP_S)
+            period_s = WORKING_REPORT_S if mine.ledger else IDLE_REPORT_S
+            try:
+                async with asyncio.timeout(period_s):
+                    await mine.report_due.wait()
+            except TimeoutError:
+                pass
+
+    def evictions_at(self, seq: int) -> int | None:
+        """How many evictions the report `seq` told of; None when a later one told of more."""
+        return self._num_evictions if seq >= self._evictions_known_since else None
+
+    async def _send(self) -> None:
+        report = self._make()
+        await self._incarnation.bus.report(report)
+        self._on_report(report)
+
+    def _make(self) -> WorkerReport:
+        mine, view = self._incarnation, self._incarnation.view
+        self._seq += 1
+        if view.num_evictions != self._num_evictions:
+            self._num_evictions, self._evictions_known_since = view.num_evictions, self._seq
+        held = mine.ledger.describe(view)
+        return WorkerReport(
+            worker_id=mine.worker_id,
+            seq=self._seq,
+            last_inbox_id=mine.inbox_id,
+            free_blocks=view.free_blocks,
+            num_blocks=view.num_blocks,
+            num_steps=view.num_steps,
+            held=held,
+            num_running=sum(h.num_running for h in held),
+            num_waiting=sum(h.num_waiting for h in held),
+            num_evictions=view.num_evictions,
+            num_preemptions=view.num_preemptions,
+            num_prompt_tokens=view.num_prompt_tokens,
+            num_generation_tokens=view.num_generation_tokens,
+            is_draining=mine.is_draining,
+        )

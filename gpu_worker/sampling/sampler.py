@@ -1,0 +1,138 @@
+"""From a step's logits to one token a sequence, in vLLM's order of processors.
+
+padded vocabulary cut off → bans (`min_tokens`) → logit bias → penalties → greedy: the largest, lowest id on a tie;
+else temperature → min_p → top_k → top_p → draw with the number of (seed, choice, output position). Logprobs are those
+of the raw model (before all of that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gpu_worker.engine.batch_plan import DrawnToken
+from gpu_worker.engine.sequence import Sequence
+from gpu_worker.sampling.rows import SamplingRows, has_bans, has_penalties
+from kernels import sampling as ops
+from shared.log import Logprobs
+from shared.messages import SamplingParams
+
+GREEDY_TEMPERATURE = 1e-5  # below it a division would overflow; vLLM's bound
+
+
+class Sampler:
+    """Draws tokens; holds the rows of sequences that need memory.
+
+    Args:
+        vocab_size: ids that have a token; logits beyond are padding and never drawn.
+        max_num_seqs: most sequences at once.
+    """
+
+    def __init__(self, *, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._rows = SamplingRows(max_num_seqs, vocab_size, device)
+
+    def draw(self, logits: Tensor, sequences: list[Sequence]) -> list[DrawnToken]:
+        """One token for each sequence.
+
+        Args:
+            logits: [sequences, at least vocab_size] float32; overwritten.
+        """
+        if not sequences:
+            return []
+        raw = self._raw_logprobs(logits, sequences)
+        logits = logits[:, : self._vocab_size]
+        self._apply_memory(logits, sequences)
+        token_ids = self._choose(logits, sequences).tolist()
+        return [
+            DrawnToken(token_id, None if row is None else _to_logprobs(row, token_id, sequence.sampling.num_logprobs))
+            for token_id, row, sequence in zip(token_ids, raw, sequences, strict=True)
+        ]
+
+    def forget(self, sequence: Sequence) -> None:
+        """Give back the row of `sequence`."""
+        self._rows.release(sequence)
+
+    def _raw_logprobs(self, logits: Tensor, sequences: list[Sequence]) -> list[Tensor | None]:
+        """Log-probabilities [vocab_size] of each sequence that wants some, of the whole model's distribution."""
+        return [
+            None if s.sampling.num_logprobs is None else torch.log_softmax(row, dim=-1)[: self._vocab_size]
+            for row, s in zip(logits, sequences, strict=True)
+        ]
+
+    def _apply_memory(self, logits: Tensor, sequences: list[Sequence]) -> None:
+        """Bans, bias and penalties, in place."""
+        needing = [i for i, s in enumerate(sequences) if self._rows.is_needed(s)]
+        if not needing:
+            return
+        for i in needing:
+            if has_bans(sequences[i]):
+                logits[i, self._rows.banned_ids(sequences[i])] = -torch.inf
+        chosen = [sequences[i] for i in needing]
+        index = torch.tensor(needing, device=self._device)
+        rows = torch.tensor([self._rows.update(s) for s in chosen], device=self._device)
+        changed = logits[index] + self._rows.bias(rows)
+        if any(has_penalties(s) for s in chosen):
+            ops.apply_penalties(
+                changed,
+                self._rows.in_prompt(rows),
+                self._rows.output_counts(rows),
+                repetition=self._floats(chosen, lambda p: p.repetition_penalty),
+                presence=self._floats(chosen, lambda p: p.presence_penalty),
+                frequency=self._floats(chosen, lambda p: p.frequency_penalty),
+            )
+        logits[index] = changed
+
+    def _choose(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+        token_ids = logits.argmax(dim=-1)
+        drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature >= GREEDY_TEMPERATURE]
+        if drawn:
+            index = torch.tensor(drawn, device=self._device)
+            token_ids[index] = self._choose_random(logits[index], [sequences[i] for i in drawn])
+        return token_ids
+
+    def _choose_random(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+        logits = logits / self._floats(sequences, lambda p: p.temperature)[:, None]
+        filtered = [i for i, s in enumerate(sequences) if _has_filter(s.sampling)]
+        if filtered:
+            index = torch.tensor(filtered, device=self._device)
+            chosen, part = [sequences[i] for i in filtered], logits[index]
+            smallest = ops.smallest_kept(
+                part,
+                min_p=self._floats(chosen, lambda p: p.min_p),
+                top_k=self._ints(chosen, lambda s: s.sampling.top_k),
+                top_p=self._floats(chosen, lambda p: p.top_p),
+            )
+            logits[index] = part.masked_fill(part < smallest[:, None], -torch.inf)
+        numbers = ops.uniform(
+            self._ints(sequences, lambda s: _to_int64(s.sampling.seed)),
+            self._ints(sequences, lambda s: s.choice),
+            self._ints(sequences, lambda s: s.num_output),
+        )
+        return ops.draw(logits, numbers)
+
+    def _floats(self, sequences: list[Sequence], read: Callable[[SamplingParams], float]) -> Tensor:
+        return torch.tensor([read(s.sampling) for s in sequences], dtype=torch.float32, device=self._device)
+
+    def _ints(self, sequences: list[Sequence], read: Callable[[Sequence], int]) -> Tensor:
+        return torch.tensor([read(s) for s in sequences], dtype=torch.int64, device=self._device)
+
+
+def _has_filter(sampling: SamplingParams) -> bool:
+    return sampling.min_p > 0.0 or sampling.top_k > 0 or sampling.top_p < 1.0
+
+
+def _to_int64(seed: int) -> int:
+    """The low 64 bits of `seed` as a signed number."""
+    low = seed & 0xFFFFFFFFFFFFFFFF
+    return low - (1 << 64) if low >> 63 else low
+
+
+def _to_logprobs(row: Tensor, token_id: int, count: int | None) -> Logprobs:
+    """The drawn token's log-probability and the `count` largest, best first, lowest id on a tie."""
+    values, ids = row.topk(min(count or 0, row.shape[0]))
+    best = sorted(zip(values.tolist(), ids.tolist(), strict=True), key=lambda pair: (-pair[0], pair[1]))
+    return Logprobs(float(row[token_id]), tuple((i, value) for value, i in best))

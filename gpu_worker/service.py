@@ -1,0 +1,231 @@
+"""The worker service: a loaded model, and the loops that serve requests with it.
+
+One life of a worker: say hello; then four loops beside the engine's thread (`inbox` takes requests, `outbox` commits
+and gives back, the `Heart` beats, the `Reporter` reports) until SIGTERM; drain; say bye. A worker that was declared
+dead meanwhile starts over under a new identity (`incarnation.py`), with the same model and nothing held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from gpu_worker.engine.batch_plan import ModelRunner
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine_thread import Withdraw
+from gpu_worker.inbox import Inbox
+from gpu_worker.incarnation import Incarnation
+from gpu_worker.ledger import Release
+from gpu_worker.outbox import Outbox
+from gpu_worker.probed_runner import ProbedRunner
+from gpu_worker.pulse import DeclaredDead, Heart, Reporter
+from shared.bus import Bus
+from shared.config import WorkerConfig
+from shared.errors import BusError
+from shared.ids import WorkerId, new_incarnation
+from shared.logs import get_log
+from shared.messages import WorkerHello, WorkerReport
+
+SWITCH_INTERVAL_S = 0.0005
+"""How soon the event loop gets the interpreter back from the engine thread; Python's 5 ms would sit in each token."""
+RETRY_S = 0.2
+HAND_OVER_S = 5.0
+BYE_S = 2.0
+
+_log = get_log("worker")
+
+
+class LoadedModel(ModelRunner, Protocol):
+    """A runner that knows what it runs (`gpu_worker/model/runner.py`)."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Names weights, dtypes and parallel size: equal ones continue each other's sequences."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Of weights and KV."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Where it computes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where this process runs: `name` of the worker, its first identity, and the device it has claimed, if it had to
+    (`device_id`; `prepare_thread` makes it the current one of a thread)."""
+
+    name: str
+    first_id: WorkerId
+    device_id: str | None = None
+    prepare_thread: Callable[[], None] | None = None
+
+
+def new_place() -> Place:
+    """A place with no claimed device."""
+    name = f"{socket.gethostname()}-{os.getpid()}"
+    return Place(name=name, first_id=WorkerId(new_incarnation(name)))
+
+
+class WorkerService:
+    """See the module.
+
+    Args:
+        on_report: called with each report sent, for the metrics.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        config: WorkerConfig,
+        model: LoadedModel,
+        place: Place,
+        on_report: Callable[[WorkerReport], None] = lambda _: None,
+    ) -> None:
+        self._bus = bus
+        self._config = config
+        self._model = model
+        self._place = place
+        self._on_report = on_report
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set, then drain."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        worker_id = self._place.first_id
+        while not await self._live(worker_id, stop):
+            worker_id = WorkerId(new_incarnation(self._place.name))
+
+    async def _live(self, worker_id: WorkerId, stop: asyncio.Event) -> bool:
+        """One incarnation; False when it was declared dead and another should follow."""
+        engine = self._make_engine()
+        mine = Incarnation(worker_id, self._bus, engine, prepare_thread=self._place.prepare_thread)
+        mine.thread.start()
+        is_over = False
+        try:
+            await self._enter(mine, stop)
+            await self._serve(mine, stop)
+            await self._leave(mine)
+            is_over = True
+        except DeclaredDead:
+            _log.warning("declared dead, starting over", worker_id=worker_id)
+        finally:
+            await asyncio.to_thread(mine.thread.stop)
+            engine.clear()
+        return is_over or stop.is_set()
+
+    async def _serve(self, mine: Incarnation, stop: asyncio.Event) -> None:
+        """Run the loops until `stop`, and on until all is drained. Raises what ends one of them."""
+        reporter = Reporter(mine, self._on_report)
+        heart = Heart(mine, lease_s=self._config.process.worker_lease_s)
+        loops = (
+            Inbox(mine, reporter.evictions_at).run(),
+            Outbox(mine).run(),
+            heart.run(),
+            reporter.run(),
+            _watch(mine),
+        )
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(loop) for loop in loops]
+                await stop.wait()
+                await self._drain(mine)
+                for task in tasks:
+                    task.cancel()
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+
+    async def _enter(self, mine: Incarnation, stop: asyncio.Event) -> None:
+        """Hello, as often as it takes."""
+        while not stop.is_set():
+            try:
+                if self._place.device_id is not None:
+                    await self._bus.claim_device(mine.worker_id, [self._place.device_id])
+                await self._bus.hello(self._describe(mine.worker_id))
+            except BusError as error:
+                _log.warning("hello failed", error=str(error))
+                await asyncio.sleep(RETRY_S)
+            else:
+                _log.info("worker ready", worker_id=mine.worker_id)
+                return
+
+    async def _drain(self, mine: Incarnation) -> None:
+        """Finish what can be finished in time, give the rest back; nothing new is taken meanwhile."""
+        drain_s = self._config.process.drain_s
+        _log.info("draining", held=len(mine.ledger), at_most_s=drain_s)
+        mine.is_draining = True
+        mine.report_due.set()
+        if await _is_set_within(mine.emptied, drain_s):
+            return
+        for held in mine.ledger:
+            if held.sequences:
+                held.exit, held.sequences = Release(is_preempted=False), ()
+            else:
+                mine.thread.submit(Withdraw(held.request_id, held.attempt))
+        mine.outbox_due.set()
+        await _is_set_within(mine.emptied, HAND_OVER_S)
+
+    async def _leave(self, mine: Incarnation) -> None:
+        """Bye, if it can be said: a worker that still holds something is better found dead and its requests moved."""
+        if mine.ledger:
+            _log.warning("leaving with requests in hand", held=len(mine.ledger))
+            return
+        try:
+            async with asyncio.timeout(BYE_S):
+                await self._bus.bye(mine.worker_id)
+        except (BusError, TimeoutError) as error:
+            _log.warning("bye failed", error=str(error))
+        _log.info("worker left", worker_id=mine.worker_id)
+
+    def _make_engine(self) -> Engine:
+        limits = self._config.engine
+        return Engine(
+            ProbedRunner(self._model),
+            max_model_len=self._model.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
+
+    def _describe(self, worker_id: WorkerId) -> WorkerHello:
+        model = self._config.model
+        return WorkerHello(
+            worker_id=worker_id,
+            model=model.served_model_name[0] if model.served_model_name else Path(model.model).name,
+            fingerprint=self._model.fingerprint,
+            dtype=str(self._model.dtype),
+            device=str(self._model.device),
+            max_model_len=self._model.max_model_len,
+            block_size=self._model.block_size,
+            num_blocks=self._model.num_blocks,
+            max_num_seqs=self._config.engine.max_num_seqs,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
+
+
+async def _watch(mine: Incarnation) -> None:
+    """Raise what ended the engine."""
+    await mine.broken
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

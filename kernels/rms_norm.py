@@ -1,0 +1,36 @@
+"""RMS norm: y = x / sqrt(mean(x²) + eps) · w over the last dimension, alone or after adding into the residual.
+
+Layouts: x and residual [rows, hidden], w [hidden]. The mean is taken in float32 whatever the dtype. Every row is
+reduced in an order that depends on `hidden` only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of each row, [rows, hidden] in x's dtype.
+
+    Args:
+        x: [rows, hidden].
+        weight: [hidden], x's dtype.
+        eps: added to the mean square.
+    """
+    if x.shape[-1:] != weight.shape:
+        raise ValueError(f"x is {list(x.shape)}, the weight {list(weight.shape)}")
+    return rms_norm_reference(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of `residual + x`, [rows, hidden]; `residual` is overwritten with that sum."""
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The formula, in float32, rounded to x's dtype before the weight is applied (as the checkpoints were trained)."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight

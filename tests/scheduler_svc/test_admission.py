@@ -1,0 +1,226 @@
+"""Who is let in, in which order, and who never can be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler_svc import decisions as d
+from shared.bus import ChoiceState
+from shared.capacity import blocks_for, fits, never_fits_message
+from tests.scheduler_svc.cell import PolicyCell, dispatched, held, make_hello, make_record, running
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (128, 8)])
+def test_blocks_for_rounds_up(tokens: int, blocks: int) -> None:
+    """Only the last block should be part-empty."""
+    assert blocks == blocks_for(tokens, 16)
+
+
+def test_fits_at_the_very_edge() -> None:
+    """A sequence should fit when it takes the last block, and not with one token more."""
+    assert fits(128, block_size=16, num_blocks=8)
+    assert not fits(129, block_size=16, num_blocks=8)
+    assert "129 tokens, 9 blocks of 16" in never_fits_message(129, block_size=16, num_blocks=8)
+
+
+def test_a_request_goes_out_only_after_the_workers_first_report() -> None:
+    """Nothing should be sent to a worker whose free blocks this leader has not heard of."""
+    cell = PolicyCell()
+    assert [] == cell.see_workers(make_hello("w"))
+    assert [] == cell.observe(make_record("a"))
+    assert [("a", "w")] == dispatched(cell.report("w"))
+
+
+def test_a_request_without_a_worker_of_its_model_waits() -> None:
+    """Another model's worker should not get it, and it should not hold up that model's queue."""
+    cell = PolicyCell()
+    cell.join("w")
+    assert [] == cell.observe(make_record("other", 1, fingerprint="g"))
+    assert [("a", "w")] == dispatched(cell.observe(make_record("a", 2)))
+    cell.see_workers(make_hello("w"), make_hello("v", fingerprint="g"))
+    assert [("other", "v")] == dispatched(cell.report("v"))
+
+
+@pytest.mark.case(71)
+def test_what_can_never_fit_is_rejected_at_once_and_blocks_nobody() -> None:
+    """A prompt of 200 tokens for a pool of 8 blocks should get a 400 that names the numbers; the next is served."""
+    cell = PolicyCell()
+    cell.join("w", num_blocks=8)
+    decisions = cell.observe(make_record("big", 1, prompt_len=200), make_record("small", 2, prompt_len=5))
+    (reject,) = [x for x in decisions if isinstance(x, d.Reject)]
+    assert reject.request_id == "big"
+    assert all(number in reject.message for number in ("216", "14 blocks", "16", "8 blocks"))
+    assert [("small", "w")] == dispatched(decisions)
+
+
+@pytest.mark.case(71)
+def test_what_waited_before_any_worker_is_rejected_when_the_first_one_is_too_small() -> None:
+    """Only live workers should count, and those that come later are asked, too."""
+    cell = PolicyCell()
+    assert [] == cell.observe(make_record("big", prompt_len=200))
+    decisions = cell.see_workers(make_hello("w", num_blocks=8))
+    assert ["big"] == [x.request_id for x in decisions if isinstance(x, d.Reject)]
+
+
+def test_a_request_that_has_run_waits_for_a_larger_worker() -> None:
+    """Tokens should never be thrown away since only a small worker is left; others pass it."""
+    cell = PolicyCell()
+    cell.join("small", num_blocks=8)
+    decisions = cell.observe(make_record("a", 1, prompt_len=200, attempt=1), make_record("b", 2))
+    assert [("b", "small")] == dispatched(decisions)
+    assert not [x for x in decisions if isinstance(x, d.Reject)]
+    cell.see_workers(make_hello("small", num_blocks=8), make_hello("large"))
+    assert [("a", "large")] == dispatched(cell.report("large"))
+
+
+def test_order_is_arrival_and_the_front_is_never_passed() -> None:
+    """While the front does not fit, a smaller request behind it should wait, too."""
+    cell = PolicyCell()
+    cell.join("w")
+    cell.observe(make_record("first", 1, prompt_len=160, max_tokens=16))
+    assert [] == dispatched(cell.observe(make_record("second", 2, prompt_len=100), make_record("third", 3)))
+    cell.report("w", free=6, applied=cell.last_entry, held=(held("first", blocks=10, tokens=160),))
+    decisions = cell.feed(d.Ended(request_ids=(make_record("first").summary.request_id,)))
+    decisions += cell.report("w", free=16, applied=cell.last_entry)
+    assert ["second", "third"] == [name for name, _ in dispatched(decisions)]
+
+
+def test_a_released_request_keeps_its_place() -> None:
+    """Given back, a request should stand before those that came later."""
+    cell = PolicyCell()
+    cell.observe(make_record("late", 5), make_record("early", 2, attempt=3, preemptions=1))
+    assert ["early", "late"] == [name for name, _ in dispatched(cell.join("w"))]
+
+
+def test_what_was_sent_and_is_not_reported_yet_is_counted() -> None:
+    """A report from before the dispatch should not make blocks look free twice."""
+    cell = PolicyCell()
+    cell.join("w")
+    assert 1 == len(dispatched(cell.observe(make_record("a", 1, prompt_len=150, max_tokens=50))))
+    assert [] == dispatched(cell.observe(make_record("b", 2, prompt_len=80)))
+    assert [] == dispatched(cell.report("w", free=16, applied="0-0"))
+
+
+def test_tokens_already_logged_count_as_prompt() -> None:
+    """A request that comes back with output should be counted with it."""
+    cell = PolicyCell()
+    cell.join("w", num_blocks=8)
+    logged = (ChoiceState(num_entries=90),)
+    cell.observe(make_record("a", 1, prompt_len=16, max_tokens=100, attempt=1, choices=logged))
+    assert [] == dispatched(cell.observe(make_record("b", 2, prompt_len=16)))
+
+
+def test_all_choices_go_to_one_worker_and_an_over_large_request_gets_it_alone() -> None:
+    """Demand should be capped by the worker, so that a request of many choices runs in portions."""
+    cell = PolicyCell()
+    cell.join("w", "v")
+    many = make_record("many", 1, prompt_len=100, n=4)
+    first = dispatched(cell.observe(many))
+    assert 1 == len(first)
+    second = dispatched(cell.observe(make_record("more", 2, prompt_len=100, n=4)))
+    assert {"w", "v"} == {worker for _, worker in first + second}
+    assert [] == dispatched(cell.observe(make_record("a", 3)))
+
+
+def test_only_unfinished_choices_count() -> None:
+    """Choices that have finished should take neither blocks nor slots."""
+    cell = PolicyCell()
+    cell.join("w", num_blocks=8)
+    done = ChoiceState(num_entries=5, finish="stop")
+    choices = (done, done, done, ChoiceState())
+    record = make_record("a", 1, prompt_len=30, n=4, attempt=1, choices=choices)
+    decisions = cell.observe(record, make_record("b", 2, prompt_len=30))
+    assert ["a", "b"] == [name for name, _ in dispatched(decisions)]
+
+
+def test_one_request_is_kept_ahead_of_the_slots() -> None:
+    """A worker with all slots taken should have one more request at hand, and not two."""
+    cell = PolicyCell()
+    cell.join("w", max_num_seqs=2, num_blocks=100)
+    decisions = cell.observe(*(make_record(f"r{i}", i) for i in range(5)))
+    assert 3 == len(dispatched(decisions))
+
+
+def test_a_free_slot_is_better_than_a_place_ahead() -> None:
+    """Placement should prefer a worker where the request runs at once, even with fewer free blocks."""
+    cell = PolicyCell()
+    cell.see_workers(make_hello("full", max_num_seqs=1, num_blocks=100), make_hello("idle", num_blocks=8))
+    cell.report("full", free=100, num_blocks=100)
+    assert [("a", "full")] == dispatched(cell.observe(make_record("a", 1)))
+    cell.report("idle", free=8, num_blocks=8)
+    assert [("b", "idle")] == dispatched(cell.observe(make_record("b", 2)))
+
+
+def test_placement_takes_the_worker_with_most_free_blocks() -> None:
+    """Load should spread by what is free."""
+    cell = PolicyCell()
+    cell.join("w", "v", "u")
+    decisions = cell.observe(*(make_record(f"r{i}", i) for i in range(6)))
+    assert [2, 2, 2] == [sum(w == name for _, w in dispatched(decisions)) for name in ("u", "v", "w")]
+
+
+def test_a_certain_end_within_two_steps_counts_as_free() -> None:
+    """The next request should be sent before the slot's owner has quite ended."""
+    cell = PolicyCell()
+    cell.join("w", num_blocks=4)
+    cell.observe(make_record("a", 1, prompt_len=30, max_tokens=30))
+    cell.observe(make_record("b", 2, prompt_len=30, max_tokens=30))
+    far = (held("a", blocks=3, tokens=48),)
+    assert [] == dispatched(cell.report("w", free=1, num_blocks=4, applied=cell.last_entry, held=far))
+    near = (held("a", blocks=4, tokens=59),)
+    assert ["b"] == [n for n, _ in dispatched(cell.report("w", free=0, applied=cell.last_entry, held=near))]
+
+
+def test_a_draining_worker_gets_nothing_new() -> None:
+    """A worker that says it drains should be left alone."""
+    cell = PolicyCell()
+    cell.join("w")
+    cell.report("w", is_draining=True)
+    assert [] == dispatched(cell.observe(make_record("a")))
+
+
+def test_a_liar_is_not_believed_beyond_its_size() -> None:
+    """More free blocks than a worker has, or fewer than none, should count as all and as none."""
+    cell = PolicyCell()
+    cell.join("w", num_blocks=8, max_num_seqs=100)
+    cell.report("w", free=1_000_000)
+    decisions = cell.observe(*(make_record(f"r{i}", i) for i in range(20)))
+    assert 4 == len(dispatched(decisions))
+    assert [] == dispatched(cell.report("w", free=-5, applied=cell.last_entry))
+
+
+def test_a_record_read_before_our_dispatch_changes_nothing() -> None:
+    """A stale queued record should not send the request a second time."""
+    cell = PolicyCell()
+    cell.join("w")
+    record = make_record("a")
+    assert 1 == len(dispatched(cell.observe(record)))
+    assert [] == cell.observe(record)
+    assert [] == cell.observe(replace(running(record, "w"), listeners=record.listeners))
+    assert 1 == cell.policy.num_running
+
+
+def test_a_refused_dispatch_is_looked_up() -> None:
+    """When the bus says it is not queued, the record should decide."""
+    cell = PolicyCell()
+    cell.join("w")
+    record = make_record("a")
+    cell.observe(record)
+    refused = cell.feed(d.DispatchRefused(request_id=record.summary.request_id))
+    assert [d.Recheck(request_ids=(record.summary.request_id,))] == refused
+    assert [("a", "w")] == dispatched(cell.observe(record))
+
+
+def test_ranks_follow_arrival() -> None:
+    """Earlier requests should have lower ranks, within a millisecond, too, and small enough for Lua's numbers."""
+    cell = PolicyCell()
+    cell.join("w", num_blocks=100)
+    now_ms = 1_796_000_000_000
+    orders = [(now_ms, 0), (now_ms, 1), (now_ms, 9999), (now_ms + 1, 0)]
+    records = [replace(make_record(f"r{i}"), order=order) for i, order in enumerate(orders)]
+    decisions = cell.observe(*records)
+    ranks = [x.rank for x in decisions if isinstance(x, d.Dispatch)]
+    assert sorted(set(ranks)) == ranks
+    assert ranks[-1] < 2**53

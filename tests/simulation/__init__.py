@@ -1,0 +1,1 @@
+"""Property tests of the policy in simulated cells."""
