@@ -135,7 +135,55 @@ down() {
   [ -n "${KEEP:-}" ] || rm -rf "$dir"
 }
 
+# The tree as it is, tracked and new files, and its wheels, in a folder that is compose's project.
+bring_tree() {
+  local project=$dir/project wheels=$cache/wheels wanted
+  wanted=$(cat "$0" "$tree"/constraints.txt "$tree"/deploy/{requirements-*.txt,Dockerfile} | sha256sum)
+  if [ "$(cat "$wheels/wanted" 2>/dev/null)" != "$wanted" ]; then
+    say "fetching wheels"
+    rm -rf "$wheels" && mkdir "$wheels"
+    # redis needs async-timeout before Python 3.11.3, and Debian 12 has 3.11.2
+    "$python" -m pip download -q -d "$wheels" -c "$tree/constraints.txt" async-timeout \
+      -r "$tree/deploy/requirements-services.txt" -r "$tree/deploy/requirements-worker.txt" \
+      "$(sed -n 's/^ARG TORCH=//p' "$tree/deploy/Dockerfile" | head -n 1)" \
+      >"$dir/pip.log" 2>&1 || die "pip: $(tail -n 1 "$dir/pip.log")"
+    echo "$wanted" >"$wheels/wanted"
+  fi
+  rm -rf "$project" && mkdir "$project"
+  git -C "$tree" ls-files -z --cached --others --exclude-standard |
+    tar -C "$tree" --null --files-from=- --ignore-failed-read -c 2>/dev/null | tar -C "$project" -x
+  cp -rl "$wheels" "$project/wheels" 2>/dev/null || cp -r "$wheels" "$project/wheels"
+}
+
+build() {
+  is_running || die "not up"
+  bring_tree
+  say "building Quire's images"
+  (cd "$dir/project" && PIP_NO_INDEX=1 REDIS_PASSWORD=unused docker compose build) >"$dir/build.log" 2>&1 || {
+    tail -n 20 "$dir/build.log" >&2
+    die "the images do not build"
+  }
+}
+
+enter() {
+  is_running || die "not up"
+  nsenter --net="/proc/$pid/ns/net" -- "$@"
+}
+
+run() {
+  trap down EXIT
+  trap 'exit 130' INT TERM
+  if ! timeout "$up_limit_s" "$0" up; then
+    echo "skipped: no container engine within $up_limit_s s, see the lines above"
+    return 0
+  fi
+  build
+  cd "$tree"
+  COMPOSE_TEST_PROJECT=$dir/project enter "$python" -m pytest -p no:cacheprovider -v tests/e2e/test_compose.py
+}
+
 case ${1:-run} in
-  up | down) "$1" ;;
-  *) die "unknown command: $1" ;;
+  run | up | build | down) "$1" ;;
+  exec) shift && enter "$@" ;;
+  *) die "unknown command $1; see the top of $0" ;;
 esac
