@@ -112,5 +112,5 @@ class Delivery:
 
 
 def _beyond_end(after: EventId) -> InvalidRequest:
-    shown = f"{after.entries}.{after.index}"
+    shown = f"{after.entries}.{after.number}"
     return InvalidRequest(f"Last-Event-ID: {shown} lies beyond the end of this stream", param="Last-Event-ID")

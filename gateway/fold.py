@@ -25,10 +25,10 @@ from shared.messages import RequestBody
 
 
 class EventId(NamedTuple):
-    """Ordered; written `entries.index`."""
+    """Ordered; written `entries.number`."""
 
     entries: int
-    index: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class ResponseFold:
         events = choice.feed(entry)
         if choice.stop_index is not None:
             self._stops.append((entry.choice, choice.stop_index))
-        if choice.is_done:
+        if events and isinstance(events[-1], ChoiceEnd):
             self._num_open -= 1
             if self.is_complete:
                 events += [self.usage, Done()] if self._body.include_usage else [Done()]

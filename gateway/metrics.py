@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from gateway.cell import CellTotals
@@ -25,7 +25,6 @@ class GatewayMetrics:
     """All series of one gateway. `model` is the label value for the one model that it serves."""
 
     def __init__(self, model: str) -> None:
-        disable_created_metrics()
         self._model = model
         self._registry = CollectorRegistry()
         self.ttft_s = self._histogram("vllm:time_to_first_token_seconds", "from request to first token", _TTFT_BUCKETS)

@@ -51,7 +51,7 @@ class Renderer:
     def frame(self, event_id: EventId, event: Event) -> bytes:
         """One SSE frame."""
         data = b"[DONE]" if isinstance(event, Done) else orjson.dumps(self._chunk(event))
-        return b"id: %d.%d\ndata: %b\n\n" % (event_id.entries, event_id.index, data)
+        return b"id: %d.%d\ndata: %b\n\n" % (event_id.entries, event_id.number, data)
 
     def answer(self, events: Iterable[Event], usage: Usage) -> bytes:
         """The JSON answer of a call that does not stream."""
@@ -116,9 +116,7 @@ class Renderer:
             "text_offset": [token.text_offset for token in tokens],
             "token_logprobs": [max(token.logprob, _LOWEST_LOGPROB) for token in tokens],
             "tokens": [name(token.token_id) for token in tokens],
-            "top_logprobs": [self._alternatives(token) for token in tokens]
-            if self._body.sampling.num_logprobs
-            else None,
+            "top_logprobs": [self._alternatives(token) for token in tokens] if wants_top else None,
         }
 
     def _alternatives(self, token: ShownToken) -> dict[str, float]:

@@ -43,5 +43,5 @@ class Gateway:
 
 
 GATEWAY = web.AppKey("gateway", Gateway)
-TENANT = "tenant"
+TENANT = web.RequestKey("tenant", str)
 """Where the middleware leaves a request's tenant."""

@@ -75,16 +75,16 @@ async def _load_model(bus: Bus, config: WorkerConfig, place: Place) -> LoadedMod
 
     _log.info("loading model", model=config.model.model)
     since = time.monotonic()
+    model: LoadedModel | None = None
     try:
-        model: LoadedModel = load_runner(config)
-    except BaseException:
-        await _give_claim_back(bus, place)
-        raise
-    num_tokens = model.num_blocks * model.block_size
+        model = load_runner(config)
+    finally:
+        if model is None:
+            await _give_claim_back(bus, place)
     _log.info(
         "model loaded", seconds=time.monotonic() - since, device=model.device, dtype=model.dtype,
-        fingerprint=model.fingerprint, num_blocks=model.num_blocks, block_size=model.block_size, kv_tokens=num_tokens,
-        max_model_len=model.max_model_len, full_length_requests=num_tokens / model.max_model_len,
+        fingerprint=model.fingerprint, max_model_len=model.max_model_len,
+        kv_tokens=model.num_blocks * model.block_size,
     )  # fmt: skip
     return model
 

@@ -14,6 +14,8 @@ Design note. Every op here treats rows one by one, so that a row's token does no
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -110,14 +112,9 @@ def draw(logits: Tensor, numbers: Tensor) -> Tensor:
 def draw_reference(logits: Tensor, numbers: Tensor) -> Tensor:
     """The same, walking one row and one token at a time."""
     drawn = []
-    for row, number in zip(torch.softmax(logits, dim=-1).double(), numbers.tolist(), strict=True):
-        left, token = number * float(row.cumsum(0)[-1]), -1
-        running = 0.0
-        for token, probability in enumerate(row.tolist()):
-            running += probability
-            if running > left:
-                break
-        drawn.append(token)
+    for row, number in zip(torch.softmax(logits, dim=-1).double().tolist(), numbers.tolist(), strict=True):
+        cumulative = list(itertools.accumulate(row))
+        drawn.append(next(i for i, passed in enumerate(cumulative) if passed > number * cumulative[-1]))
     return torch.tensor(drawn)
 
 

@@ -24,7 +24,7 @@ def resolve(model: str, cache_dir: Path, say: Callable[[str], None]) -> Path:
     if not model:
         from quire.smollm2 import ensure_smollm2
 
-        return ensure_smollm2(cache_dir, say).resolve()
+        return ensure_smollm2(cache_dir, report=say).resolve()
     folder = Path(model).expanduser()
     if folder.is_dir():
         _check(folder)
@@ -59,7 +59,7 @@ def _looks_like_hub_id(model: str) -> bool:
 
 def main(argv: list[str]) -> int:
     """`python -m quire.checkpoint [MODEL]`: prepare a model before it is served. Raises `ConfigError`."""
-    folder = resolve(argv[0] if argv else "", default_cache_dir(), print)
+    folder = resolve(argv[0] if argv else "", default_cache_dir(), lambda line: print(f"quire: {line}", flush=True))
     print(f"quire: the model is in {folder}")
     return 0
 

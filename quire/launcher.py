@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import socket
+import sys
 import tempfile
 import time
 import urllib.error
@@ -25,6 +26,7 @@ from quire.supervisor import ChildSpec, Signals, StartFailed, Supervisor
 from shared import config as settings
 from shared.config import ServeConfig
 from shared.errors import ConfigError
+from shared.process import die_with_parent
 
 READY_CHECK_S = 0.2
 REDIS_CHECK_S = 0.01
@@ -40,6 +42,8 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 def main(argv: list[str]) -> int:
     """Run `quire serve ARGV` until it is stopped; the exit code. Raises `ConfigError`."""
     config = settings.load(ServeConfig, argv, program="quire serve", description="Serve a model on this machine.")
+    if config.process.die_with_parent:
+        die_with_parent()
     return serve(config)
 
 
@@ -55,7 +59,7 @@ def serve(config: ServeConfig) -> int:
         try:
             return cell.run()
         except StartFailed as error:
-            say(f"error: {error}")
+            print(f"quire: error: {error}", file=sys.stderr)
             return error.exit_code
 
 

@@ -14,12 +14,15 @@ from typing import Any, TypeVar, cast
 
 from shared import keys, wire
 from shared.dead_letters import MAX_BURIED_BYTES, named_request
-from shared.errors import WireError
+from shared.errors import BusUnavailable, WireError
 from shared.ids import EntryId, RequestId
 from shared.logs import get_log
 from shared.redis_link import MAX_BLOCK_MS, RedisLink
 
 M = TypeVar("M")
+
+GROUP_ATTEMPTS = 3
+"""How often in a row one read makes a lost group again."""
 
 log = get_log("bus")
 
@@ -77,17 +80,18 @@ class RedisStreams:
     async def _with_group(self, stream: str, read: Callable[[], Awaitable[Any]]) -> Any:
         from redis.exceptions import ResponseError
 
-        try:
-            return await read()
-        except ResponseError as error:
-            if not str(error).startswith("NOGROUP"):
-                raise
-        try:
-            await self._link.call("XGROUP", "CREATE", stream, keys.SUBMIT_GROUP, "0", "MKSTREAM")
-        except ResponseError as error:
-            if not str(error).startswith("BUSYGROUP"):  # another scheduler was faster
-                raise
-        return await read()
+        for _ in range(GROUP_ATTEMPTS):
+            try:
+                return await read()
+            except ResponseError as error:
+                if not str(error).startswith("NOGROUP"):
+                    raise
+            try:
+                await self._link.call("XGROUP", "CREATE", stream, keys.SUBMIT_GROUP, "0", "MKSTREAM")
+            except ResponseError as error:
+                if not str(error).startswith("BUSYGROUP"):  # another scheduler was faster
+                    raise
+        raise BusUnavailable(f"the consumer group of {stream} is lost again and again")
 
     async def _decode(self, stream: str, entries: list[_Entry], kinds: tuple[type[M], ...]) -> list[tuple[EntryId, M]]:
         messages: list[tuple[EntryId, M]] = []

@@ -31,6 +31,7 @@ class RedisSubscription:
         self._streams = streams
         self._channel = keys.token_channel(gateway_id)
         self._pubsub: Any = None
+        self._connecting: asyncio.Task[Any] | None = None
         self._heard_at = 0.0
         self._is_asked = False
 
@@ -46,6 +47,12 @@ class RedisSubscription:
 
     async def close(self) -> None:
         pubsub, self._pubsub = self._pubsub, None
+        connecting, self._connecting = self._connecting, None
+        if connecting is not None:
+            connecting.cancel()
+            await asyncio.wait({connecting})
+            if not connecting.cancelled() and connecting.exception() is None:
+                pubsub = connecting.result()
         if pubsub is not None:
             await pubsub.aclose()
 
@@ -54,8 +61,8 @@ class RedisSubscription:
         from redis.exceptions import RedisError
 
         try:
-            if self._pubsub is None:
-                await self._connect()
+            if self._pubsub is None and not await self._connect(wait_s):
+                return None
             frame = await self._pubsub.get_message(timeout=max(wait_s, 0.001))
             await self._note(is_silent=frame is None)
         except (RedisError, OSError):
@@ -66,11 +73,25 @@ class RedisSubscription:
             return None
         return Subscribed() if frame["type"] == "subscribe" else await self._decode(frame["data"])
 
-    async def _connect(self) -> None:
-        self._pubsub = self._link.reads.pubsub()
-        await self._pubsub.subscribe(self._channel)
-        self._heard_at = asyncio.get_running_loop().time()
-        self._is_asked = False
+    async def _connect(self, wait_s: float) -> bool:
+        """Whether the connection stands; one that takes longer than `wait_s` goes on by itself until the next call."""
+        if self._connecting is None:
+            self._connecting = asyncio.create_task(self._open())
+        done, _ = await asyncio.wait({self._connecting}, timeout=wait_s)
+        if not done:
+            return False
+        connecting, self._connecting = self._connecting, None
+        self._pubsub = connecting.result()
+        self._heard_at, self._is_asked = asyncio.get_running_loop().time(), False
+        return True
+
+    async def _open(self) -> Any:
+        async with contextlib.AsyncExitStack() as undo:
+            pubsub = self._link.reads.pubsub()
+            undo.push_async_callback(pubsub.aclose)
+            await pubsub.subscribe(self._channel)
+            undo.pop_all()
+        return pubsub
 
     async def _note(self, *, is_silent: bool) -> None:
         """Keep the silence timer; PING after a while of it, raise `ConnectionError` when that has no answer."""

@@ -8,6 +8,7 @@ chunk that its blocks don't cover, or a position whose slot does not hold that s
 from __future__ import annotations
 
 import hashlib
+import threading
 
 from gpu_worker.engine.batch_plan import BatchPlan, DrawnToken, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
@@ -15,6 +16,7 @@ from shared.log import Logprobs
 from shared.messages import SamplingParams
 
 VOCAB_SIZE = 97
+MAX_GATED_S = 20
 
 
 class CorruptCache(BaseException):
@@ -26,18 +28,30 @@ class ScriptedRunner:
 
     Args:
         poison: a token id that makes each step computing it raise, as a prompt that breaks the model would.
+        is_gated: each step waits for a permit, see `permit`.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, poison: int | None = None) -> None:
+    fingerprint = "scripted"
+    max_model_len = 256
+    dtype = "float32"
+    device = "cpu"
+
+    def __init__(
+        self, num_blocks: int = 64, block_size: int = 16, *, poison: int | None = None, is_gated: bool = False
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.poison = poison
         self.is_broken = False
+        self._gate = threading.Semaphore(0) if is_gated else None
+        self._is_open = False
         self.plans: list[BatchPlan] = []
         self._slots: dict[int, tuple[Sequence, int, int]] = {}
         self._with_row: set[Sequence] = set()
 
     def run(self, plan: BatchPlan) -> list[DrawnToken]:
+        if self._gate is not None and not self._is_open and not self._gate.acquire(timeout=MAX_GATED_S):
+            raise CorruptCache("nobody gave a permit for this step")
         self._check_ownership(plan)
         self.plans.append(plan)
         for chunk in plan.chunks:
@@ -46,6 +60,17 @@ class ScriptedRunner:
 
     def forget(self, sequence: Sequence) -> None:
         self._with_row.discard(sequence)
+
+    def permit(self, num_steps: int) -> None:
+        """Let that many steps of a gated runner go."""
+        assert self._gate is not None
+        self._gate.release(num_steps)
+
+    def open(self) -> None:
+        """Let all steps go that will ever be."""
+        if self._gate is not None:
+            self._is_open = True
+            self._gate.release()
 
     @property
     def num_rows(self) -> int:

@@ -27,17 +27,19 @@ class Cell:
     """`quire serve MODEL --port 0 FLAGS`, running and ready.
 
     Args:
+        model: None is the default model.
         folder: for the log and the state file; logs of all services are in `folder/cell.log`.
     """
 
-    def __init__(self, model: Path, folder: Path, *flags: str) -> None:
+    def __init__(self, model: Path | None, folder: Path, *flags: str) -> None:
         self.folder = folder
         self._state_file = folder / "state.json"
         self._state_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "quire", "serve", str(model), "--port=0", f"--state-file={self._state_file}"]
+        command = [sys.executable, "-m", "quire", "serve", "--port=0", f"--state-file={self._state_file}"]
+        command += ["--die-with-parent", "--drain-s=5", *([] if model is None else [f"--model={model}"])]
         with open(folder / "cell.log", "ab") as log:
             self.process = subprocess.Popen(
-                [*command, "--drain-s=5", *flags],
+                [*command, *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

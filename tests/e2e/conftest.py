@@ -32,7 +32,7 @@ def start_cell(model_folder: Path, tmp_path: Path) -> Iterator[Callable[..., Cel
     """Starts a cell with given flags (`model=` for another model); all are stopped at the end of the test."""
     started: list[Cell] = []
 
-    def start(*flags: str, model: Path = model_folder) -> Cell:
+    def start(*flags: str, model: Path | None = model_folder) -> Cell:
         folder = tmp_path / f"cell-{len(started)}"
         folder.mkdir()
         started.append(Cell(model, folder, *SMALL, *flags))

@@ -98,8 +98,20 @@ def test_ctrl_c_leaves_nothing(start_cell: StartCell) -> None:
         processes = cell.processes()
         assert len(processes) >= 6
         assert cell.stop() == 0, cell.log()[-3000:]
+        assert "not stopped, killing" not in cell.log()
         assert [process for process in processes if process.is_running()] == []
         assert not folder.exists()
+
+
+def test_default_model_knows_the_capital_of_france(start_cell: StartCell) -> None:
+    """Without a model named, SmolLM2 should answer the chat of the README, streamed, with the right text."""
+    cell = start_cell("--kv-cache-memory-bytes=200000000", model=None)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = {"model": "SmolLM2-135M-Instruct", "messages": messages, "temperature": 0, "stream": True}
+    events = post(f"{cell.url}/v1/chat/completions", body)
+    deltas = [choice["delta"].get("content", "") for event in events for choice in event["choices"]]
+    assert "".join(deltas) == "The capital of France is Paris."
+    assert len(deltas) > 5
 
 
 def test_killed_launcher_leaves_no_process(start_cell: StartCell) -> None:

@@ -28,19 +28,19 @@ def test_fits_at_the_very_edge() -> None:
 def test_a_request_goes_out_only_after_the_workers_first_report() -> None:
     """Nothing should be sent to a worker whose free blocks this leader has not heard of."""
     cell = PolicyCell()
-    assert [] == cell.see_workers(make_hello("w"))
-    assert [] == cell.observe(make_record("a"))
-    assert [("a", "w")] == dispatched(cell.report("w"))
+    assert cell.see_workers(make_hello("w")) == []
+    assert cell.observe(make_record("a")) == []
+    assert dispatched(cell.report("w")) == [("a", "w")]
 
 
 def test_a_request_without_a_worker_of_its_model_waits() -> None:
     """Another model's worker should not get it, and it should not hold up that model's queue."""
     cell = PolicyCell()
     cell.join("w")
-    assert [] == cell.observe(make_record("other", 1, fingerprint="g"))
-    assert [("a", "w")] == dispatched(cell.observe(make_record("a", 2)))
+    assert cell.observe(make_record("other", 1, fingerprint="g")) == []
+    assert dispatched(cell.observe(make_record("a", 2))) == [("a", "w")]
     cell.see_workers(make_hello("w"), make_hello("v", fingerprint="g"))
-    assert [("other", "v")] == dispatched(cell.report("v"))
+    assert dispatched(cell.report("v")) == [("other", "v")]
 
 
 @pytest.mark.case(71)
@@ -52,16 +52,16 @@ def test_what_can_never_fit_is_rejected_at_once_and_blocks_nobody() -> None:
     (reject,) = [x for x in decisions if isinstance(x, d.Reject)]
     assert reject.request_id == "big"
     assert all(number in reject.message for number in ("216", "14 blocks", "16", "8 blocks"))
-    assert [("small", "w")] == dispatched(decisions)
+    assert dispatched(decisions) == [("small", "w")]
 
 
 @pytest.mark.case(71)
 def test_what_waited_before_any_worker_is_rejected_when_the_first_one_is_too_small() -> None:
     """Only live workers should count, and those that come later are asked, too."""
     cell = PolicyCell()
-    assert [] == cell.observe(make_record("big", prompt_len=200))
+    assert cell.observe(make_record("big", prompt_len=200)) == []
     decisions = cell.see_workers(make_hello("w", num_blocks=8))
-    assert ["big"] == [x.request_id for x in decisions if isinstance(x, d.Reject)]
+    assert [x.request_id for x in decisions if isinstance(x, d.Reject)] == ["big"]
 
 
 def test_a_request_that_has_run_waits_for_a_larger_worker() -> None:
@@ -69,10 +69,10 @@ def test_a_request_that_has_run_waits_for_a_larger_worker() -> None:
     cell = PolicyCell()
     cell.join("small", num_blocks=8)
     decisions = cell.observe(make_record("a", 1, prompt_len=200, attempt=1), make_record("b", 2))
-    assert [("b", "small")] == dispatched(decisions)
+    assert dispatched(decisions) == [("b", "small")]
     assert not [x for x in decisions if isinstance(x, d.Reject)]
     cell.see_workers(make_hello("small", num_blocks=8), make_hello("large"))
-    assert [("a", "large")] == dispatched(cell.report("large"))
+    assert dispatched(cell.report("large")) == [("a", "large")]
 
 
 def test_order_is_arrival_and_the_front_is_never_passed() -> None:
@@ -80,27 +80,27 @@ def test_order_is_arrival_and_the_front_is_never_passed() -> None:
     cell = PolicyCell()
     cell.join("w")
     cell.observe(make_record("first", 1, prompt_len=160, max_tokens=16))
-    assert [] == dispatched(cell.observe(make_record("second", 2, prompt_len=100), make_record("third", 3)))
+    assert dispatched(cell.observe(make_record("second", 2, prompt_len=100), make_record("third", 3))) == []
     cell.report("w", free=6, applied=cell.last_entry, held=(held("first", blocks=10, tokens=160),))
     decisions = cell.feed(d.Ended(request_ids=(make_record("first").summary.request_id,)))
     decisions += cell.report("w", free=16, applied=cell.last_entry)
-    assert ["second", "third"] == [name for name, _ in dispatched(decisions)]
+    assert [name for name, _ in dispatched(decisions)] == ["second", "third"]
 
 
 def test_a_released_request_keeps_its_place() -> None:
     """Given back, a request should stand before those that came later."""
     cell = PolicyCell()
     cell.observe(make_record("late", 5), make_record("early", 2, attempt=3, preemptions=1))
-    assert ["early", "late"] == [name for name, _ in dispatched(cell.join("w"))]
+    assert [name for name, _ in dispatched(cell.join("w"))] == ["early", "late"]
 
 
 def test_what_was_sent_and_is_not_reported_yet_is_counted() -> None:
     """A report from before the dispatch should not make blocks look free twice."""
     cell = PolicyCell()
     cell.join("w")
-    assert 1 == len(dispatched(cell.observe(make_record("a", 1, prompt_len=150, max_tokens=50))))
-    assert [] == dispatched(cell.observe(make_record("b", 2, prompt_len=80)))
-    assert [] == dispatched(cell.report("w", free=16, applied="0-0"))
+    assert len(dispatched(cell.observe(make_record("a", 1, prompt_len=150, max_tokens=50)))) == 1
+    assert dispatched(cell.observe(make_record("b", 2, prompt_len=80))) == []
+    assert dispatched(cell.report("w", free=16, applied="0-0")) == []
 
 
 def test_tokens_already_logged_count_as_prompt() -> None:
@@ -109,7 +109,7 @@ def test_tokens_already_logged_count_as_prompt() -> None:
     cell.join("w", num_blocks=8)
     logged = (ChoiceState(num_entries=90),)
     cell.observe(make_record("a", 1, prompt_len=16, max_tokens=100, attempt=1, choices=logged))
-    assert [] == dispatched(cell.observe(make_record("b", 2, prompt_len=16)))
+    assert dispatched(cell.observe(make_record("b", 2, prompt_len=16))) == []
 
 
 def test_all_choices_go_to_one_worker_and_an_over_large_request_gets_it_alone() -> None:
@@ -118,10 +118,10 @@ def test_all_choices_go_to_one_worker_and_an_over_large_request_gets_it_alone() 
     cell.join("w", "v")
     many = make_record("many", 1, prompt_len=100, n=4)
     first = dispatched(cell.observe(many))
-    assert 1 == len(first)
+    assert len(first) == 1
     second = dispatched(cell.observe(make_record("more", 2, prompt_len=100, n=4)))
     assert {"w", "v"} == {worker for _, worker in first + second}
-    assert [] == dispatched(cell.observe(make_record("a", 3)))
+    assert dispatched(cell.observe(make_record("a", 3))) == []
 
 
 def test_only_unfinished_choices_count() -> None:
@@ -132,7 +132,7 @@ def test_only_unfinished_choices_count() -> None:
     choices = (done, done, done, ChoiceState())
     record = make_record("a", 1, prompt_len=30, n=4, attempt=1, choices=choices)
     decisions = cell.observe(record, make_record("b", 2, prompt_len=30))
-    assert ["a", "b"] == [name for name, _ in dispatched(decisions)]
+    assert [name for name, _ in dispatched(decisions)] == ["a", "b"]
 
 
 def test_one_request_is_kept_ahead_of_the_slots() -> None:
@@ -140,7 +140,7 @@ def test_one_request_is_kept_ahead_of_the_slots() -> None:
     cell = PolicyCell()
     cell.join("w", max_num_seqs=2, num_blocks=100)
     decisions = cell.observe(*(make_record(f"r{i}", i) for i in range(5)))
-    assert 3 == len(dispatched(decisions))
+    assert len(dispatched(decisions)) == 3
 
 
 def test_a_free_slot_is_better_than_a_place_ahead() -> None:
@@ -148,9 +148,9 @@ def test_a_free_slot_is_better_than_a_place_ahead() -> None:
     cell = PolicyCell()
     cell.see_workers(make_hello("full", max_num_seqs=1, num_blocks=100), make_hello("idle", num_blocks=8))
     cell.report("full", free=100, num_blocks=100)
-    assert [("a", "full")] == dispatched(cell.observe(make_record("a", 1)))
+    assert dispatched(cell.observe(make_record("a", 1))) == [("a", "full")]
     cell.report("idle", free=8, num_blocks=8)
-    assert [("b", "idle")] == dispatched(cell.observe(make_record("b", 2)))
+    assert dispatched(cell.observe(make_record("b", 2))) == [("b", "idle")]
 
 
 def test_placement_takes_the_worker_with_most_free_blocks() -> None:
@@ -158,7 +158,7 @@ def test_placement_takes_the_worker_with_most_free_blocks() -> None:
     cell = PolicyCell()
     cell.join("w", "v", "u")
     decisions = cell.observe(*(make_record(f"r{i}", i) for i in range(6)))
-    assert [2, 2, 2] == [sum(w == name for _, w in dispatched(decisions)) for name in ("u", "v", "w")]
+    assert [sum(w == name for _, w in dispatched(decisions)) for name in ("u", "v", "w")] == [2, 2, 2]
 
 
 def test_a_certain_end_within_two_steps_counts_as_free() -> None:
@@ -168,9 +168,9 @@ def test_a_certain_end_within_two_steps_counts_as_free() -> None:
     cell.observe(make_record("a", 1, prompt_len=30, max_tokens=30))
     cell.observe(make_record("b", 2, prompt_len=30, max_tokens=30))
     far = (held("a", blocks=3, tokens=48),)
-    assert [] == dispatched(cell.report("w", free=1, num_blocks=4, applied=cell.last_entry, held=far))
+    assert dispatched(cell.report("w", free=1, num_blocks=4, applied=cell.last_entry, held=far)) == []
     near = (held("a", blocks=4, tokens=59),)
-    assert ["b"] == [n for n, _ in dispatched(cell.report("w", free=0, applied=cell.last_entry, held=near))]
+    assert [n for n, _ in dispatched(cell.report("w", free=0, applied=cell.last_entry, held=near))] == ["b"]
 
 
 def test_a_draining_worker_gets_nothing_new() -> None:
@@ -178,7 +178,7 @@ def test_a_draining_worker_gets_nothing_new() -> None:
     cell = PolicyCell()
     cell.join("w")
     cell.report("w", is_draining=True)
-    assert [] == dispatched(cell.observe(make_record("a")))
+    assert dispatched(cell.observe(make_record("a"))) == []
 
 
 def test_a_liar_is_not_believed_beyond_its_size() -> None:
@@ -187,8 +187,8 @@ def test_a_liar_is_not_believed_beyond_its_size() -> None:
     cell.join("w", num_blocks=8, max_num_seqs=100)
     cell.report("w", free=1_000_000)
     decisions = cell.observe(*(make_record(f"r{i}", i) for i in range(20)))
-    assert 4 == len(dispatched(decisions))
-    assert [] == dispatched(cell.report("w", free=-5, applied=cell.last_entry))
+    assert len(dispatched(decisions)) == 4
+    assert dispatched(cell.report("w", free=-5, applied=cell.last_entry)) == []
 
 
 def test_a_record_read_before_our_dispatch_changes_nothing() -> None:
@@ -196,10 +196,10 @@ def test_a_record_read_before_our_dispatch_changes_nothing() -> None:
     cell = PolicyCell()
     cell.join("w")
     record = make_record("a")
-    assert 1 == len(dispatched(cell.observe(record)))
-    assert [] == cell.observe(record)
-    assert [] == cell.observe(replace(running(record, "w"), listeners=record.listeners))
-    assert 1 == cell.policy.num_running
+    assert len(dispatched(cell.observe(record))) == 1
+    assert cell.observe(record) == []
+    assert cell.observe(replace(running(record, "w"), listeners=record.listeners)) == []
+    assert cell.policy.num_running == 1
 
 
 def test_a_refused_dispatch_is_looked_up() -> None:
@@ -210,7 +210,7 @@ def test_a_refused_dispatch_is_looked_up() -> None:
     cell.observe(record)
     refused = cell.feed(d.DispatchRefused(request_id=record.summary.request_id))
     assert [d.Recheck(request_ids=(record.summary.request_id,))] == refused
-    assert [("a", "w")] == dispatched(cell.observe(record))
+    assert dispatched(cell.observe(record)) == [("a", "w")]
 
 
 def test_ranks_follow_arrival() -> None:

@@ -16,13 +16,13 @@ def test_the_deadline_counts_from_when_this_leader_saw_it_first() -> None:
     cell.observe(make_record("a", timeout_s=10.0))
     cell.now += 9
     cell.observe(make_record("a", timeout_s=10.0))
-    assert [] == cell.feed(d.Tick())
+    assert cell.feed(d.Tick()) == []
     cell.now += 1
     (abort,) = cell.feed(d.Tick())
     assert isinstance(abort, d.Abort)
-    assert (A, "deadline") == (abort.request_id, abort.reason)
+    assert (abort.request_id, abort.reason) == (A, "deadline")
     assert abort.message
-    assert [] == cell.feed(d.Tick())
+    assert cell.feed(d.Tick()) == []
 
 
 def test_a_poison_request_is_given_up_after_max_crashes() -> None:
@@ -30,15 +30,15 @@ def test_a_poison_request_is_given_up_after_max_crashes() -> None:
     cell = PolicyCell()
     cell.join("w")
     decisions = cell.observe(make_record("a", attempt=3, crashes=3), make_record("b", 2))
-    assert [("a", "failed")] == [(x.request_id, x.reason) for x in decisions if isinstance(x, d.Abort)]
-    assert [("b", "w")] == dispatched(decisions)
+    assert [(x.request_id, x.reason) for x in decisions if isinstance(x, d.Abort)] == [("a", "failed")]
+    assert dispatched(decisions) == [("b", "w")]
 
 
 def test_fewer_crashes_are_tried_again() -> None:
     """Below K it should go out as any other."""
     cell = PolicyCell()
     cell.join("w")
-    assert [("a", "w")] == dispatched(cell.observe(make_record("a", attempt=2, crashes=2)))
+    assert dispatched(cell.observe(make_record("a", attempt=2, crashes=2))) == [("a", "w")]
 
 
 def test_a_cancel_frees_its_place_at_every_stage() -> None:
@@ -53,7 +53,7 @@ def test_a_cancel_frees_its_place_at_every_stage() -> None:
         cell.observe(running(first, "w") if stage == "running" else first)
         cell.feed(d.Ended(request_ids=(A,)))
         cell.report("w", applied=cell.last_entry)
-        assert [("b", "w")] == dispatched(cell.observe(make_record("b", 2, **big))), stage
+        assert dispatched(cell.observe(make_record("b", 2, **big))) == [("b", "w")], stage
         assert {RequestId("b")} == cell.policy.request_ids
 
 
@@ -64,7 +64,7 @@ def test_an_ended_record_and_an_end_are_the_same() -> None:
     cell.observe(make_record("a", **{"state": RequestState.ENDED}))
     assert set() == cell.policy.request_ids
     cell.feed(d.Ended(request_ids=(A,)))
-    assert [] == dispatched(cell.join("w"))
+    assert dispatched(cell.join("w")) == []
 
 
 def test_a_request_that_nobody_listens_to_ends_after_its_own_time() -> None:
@@ -73,7 +73,7 @@ def test_a_request_that_nobody_listens_to_ends_after_its_own_time() -> None:
     alone = make_record("a", **{"listeners": (), "orphan_ttl_s": 5.0})
     cell.observe(alone)
     cell.now += 4.5
-    assert [] == cell.observe(alone)
+    assert cell.observe(alone) == []
     cell.now += 0.5
     assert [d.Abort(request_id=A, reason="cancelled")] == cell.observe(alone)
 
@@ -85,8 +85,8 @@ def test_a_request_with_a_listener_again_is_no_orphan() -> None:
     for _ in range(5):
         cell.observe(alone)
         cell.now += 4
-        assert [] == cell.observe(alone)
-        assert [] == cell.observe(make_record("a", orphan_ttl_s=5.0))
+        assert cell.observe(alone) == []
+        assert cell.observe(make_record("a", orphan_ttl_s=5.0)) == []
         cell.now += 4
 
 
@@ -97,6 +97,6 @@ def test_a_dead_gateways_requests_get_the_longer_time() -> None:
     cell.observe(make_record("a", orphan_ttl_s=1.0))
     cell.feed(d.GatewayRemoved(orphans=(A,)))
     cell.now += 29
-    assert [] == cell.observe(alone)
+    assert cell.observe(alone) == []
     cell.now += 1
-    assert 1 == len(cell.observe(alone))
+    assert len(cell.observe(alone)) == 1

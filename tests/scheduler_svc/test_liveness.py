@@ -13,24 +13,24 @@ def test_a_still_counter_lapses_after_the_period_and_a_moving_one_never() -> Non
     """Only "no change" for the whole period should count, by the watcher's clock."""
     watch: Watch[str] = Watch(3.0)
     lapsed = [watch.lapsed({"still": 7, "moving": step}, 10.0 + step) for step in range(5)]
-    assert [[], [], [], ["still"], ["still"]] == lapsed
+    assert lapsed == [[], [], [], ["still"], ["still"]]
 
 
 def test_a_watcher_that_was_away_starts_its_timers_again() -> None:
     """After a pause of its own (SIGSTOP, no Redis) an old counter should prove nothing."""
     watch: Watch[str] = Watch(3.0)
-    assert [] == watch.lapsed({"w": 1}, 0.0)
-    assert [] == watch.lapsed({"w": 1}, 60.0)
-    assert [] == watch.lapsed({"w": 1}, 61.0)
-    assert [] == watch.lapsed({"w": 1}, 62.0)
-    assert ["w"] == watch.lapsed({"w": 1}, 63.0)
+    assert watch.lapsed({"w": 1}, 0.0) == []
+    assert watch.lapsed({"w": 1}, 60.0) == []
+    assert watch.lapsed({"w": 1}, 61.0) == []
+    assert watch.lapsed({"w": 1}, 62.0) == []
+    assert watch.lapsed({"w": 1}, 63.0) == ["w"]
 
 
 def test_one_who_was_expected_and_never_came_lapses() -> None:
     """A listener's gateway that has no counter at all should be given the same time."""
     watch: Watch[str] = Watch(2.0)
     watch.expect("g", 0.0)
-    assert [[], [], ["g"]] == [watch.lapsed({}, now) for now in (0.0, 1.0, 2.0)]
+    assert [watch.lapsed({}, now) for now in (0.0, 1.0, 2.0)] == [[], [], ["g"]]
 
 
 def watch_for(cell: PolicyCell, seconds: float, *hellos: str, **pulse: object) -> list[d.Decision]:
@@ -52,16 +52,16 @@ def test_a_silent_worker_is_requeued_once_and_its_requests_go_elsewhere() -> Non
     assert [WorkerId("w")] == [x.worker_id for x in decisions if isinstance(x, d.Requeue)]
     assert d.Recheck(request_ids=(RequestId("a"),)) in decisions
     cell.join("v")
-    assert [("a", "v")] == dispatched(cell.observe(make_record("a", attempt=1, crashes=1)))
+    assert dispatched(cell.observe(make_record("a", attempt=1, crashes=1))) == [("a", "v")]
 
 
 def test_a_worker_with_work_that_makes_no_step_is_lost_and_an_idle_one_is_not() -> None:
     """Beats alone should not save a worker whose engine hangs."""
     cell = PolicyCell(PolicyConfig(worker_stall_s=10.0))
     cell.join("w")
-    assert [] == watch_for(cell, 30, "w", num_steps=5, has_work=False)
+    assert watch_for(cell, 30, "w", num_steps=5, has_work=False) == []
     decisions = watch_for(cell, 11, "w", num_steps=5, has_work=True)
-    assert ["stalled"] == [x.why for x in decisions if isinstance(x, d.Requeue)]
+    assert [x.why for x in decisions if isinstance(x, d.Requeue)] == ["stalled"]
 
 
 def test_a_worker_that_left_gives_its_requests_back() -> None:
@@ -83,18 +83,18 @@ def test_the_request_behind_a_dispatch_that_found_no_worker_goes_elsewhere() -> 
     left = cell.feed(d.WorkerLeft(worker_id=WorkerId("w")))
     assert [d.Recheck(request_ids=(RequestId("a"),))] == left
     cell.join("v")
-    assert [("a", "v")] == dispatched(cell.observe(make_record("a")))
+    assert dispatched(cell.observe(make_record("a"))) == [("a", "v")]
 
 
 def test_a_new_leader_leaves_running_requests_where_they_are() -> None:
     """After a take-over a request that its worker lists should just be counted."""
     cell = PolicyCell()
     cell.see_workers(make_hello("w"))
-    assert [] == cell.observe(running(make_record("a"), "w"))
+    assert cell.observe(running(make_record("a"), "w")) == []
     for _ in range(50):
         cell.now += 0.1
-        assert [] == cell.report("w", free=14, held=(held("a", blocks=2, tokens=20),))
-    assert (0, 1) == (cell.policy.num_queued, cell.policy.num_running)
+        assert cell.report("w", free=14, held=(held("a", blocks=2, tokens=20),)) == []
+    assert (cell.policy.num_queued, cell.policy.num_running) == (0, 1)
 
 
 def test_a_request_that_vanished_from_the_report_is_looked_up_and_then_taken_back() -> None:
@@ -104,9 +104,9 @@ def test_a_request_that_vanished_from_the_report_is_looked_up_and_then_taken_bac
     record = make_record("a")
     cell.observe(record)
     entry = cell.last_entry
-    assert [] == cell.report("w", free=16, applied="0-0"), "not read yet: it waits in the inbox"
+    assert cell.report("w", free=16, applied="0-0") == [], "not read yet: it waits in the inbox"
     assert [d.Recheck(request_ids=(RequestId("a"),))] == cell.report("w", applied=entry)
-    assert [] == cell.observe(running(record, "w"))
+    assert cell.observe(running(record, "w")) == []
     cell.now += 0.6
     requeue = d.RequeueOne(request_id=RequestId("a"), owner=WorkerId("w"), attempt=1)
     assert [requeue] == cell.report("w", applied=entry)
@@ -118,7 +118,7 @@ def test_an_unread_request_of_an_earlier_leader_gets_a_lease_of_patience() -> No
     cell.see_workers(make_hello("w"))
     cell.observe(running(make_record("a"), "w"))
     for _ in range(29):
-        assert [] == cell.report("w")
+        assert cell.report("w") == []
         cell.now += 0.1
     cell.now += 0.2
     assert [RequestId("a")] == [x.request_id for x in cell.report("w") if isinstance(x, d.RequeueOne)]
@@ -133,7 +133,7 @@ def test_a_held_request_of_an_older_attempt_is_not_ours() -> None:
     cell.now += 1
     zombie = (held("a", blocks=2, tokens=20, attempt=4),)
     decisions = cell.report("w", applied=cell.last_entry, held=zombie)
-    assert [5] == [x.attempt for x in decisions if isinstance(x, d.RequeueOne)]
+    assert [x.attempt for x in decisions if isinstance(x, d.RequeueOne)] == [5]
 
 
 def test_a_dead_gateway_is_removed_and_its_orphans_get_time() -> None:
@@ -150,6 +150,6 @@ def test_a_dead_gateway_is_removed_and_its_orphans_get_time() -> None:
     cell.feed(d.GatewayRemoved(orphans=(RequestId("a"),)))
     orphan = make_record("a", **{"state": "running", "owner": WorkerId("w"), "attempt": 1, "listeners": ()})
     cell.now += 29
-    assert [] == cell.observe(orphan)
+    assert cell.observe(orphan) == []
     cell.now += 2
     assert [d.Abort(request_id=RequestId("a"), reason="cancelled")] == cell.observe(orphan)

@@ -115,7 +115,7 @@ def assert_idle(cell: Simulation) -> None:
     """Nothing is live, queued, running or held; every live worker is as free as at its start."""
     assert set() == cell.cell.live
     assert set() == cell.policy.request_ids
-    assert (0, 0) == (cell.policy.num_queued, cell.policy.num_running)
+    assert (cell.policy.num_queued, cell.policy.num_running) == (0, 0)
     for worker in cell.cell.workers.values():
         assert not worker.is_alive or worker.free_blocks == worker.hello.num_blocks
 
@@ -228,7 +228,7 @@ def test_after_500_random_events_the_next_request_is_admitted_at_once(data: st.D
     arrivals.append(SimulatedRequest(arrival_s=UNTIL_S, prompt_len=60, max_tokens=60, output_len=60))
     cell = Simulation(arrivals, [SimulatedWorkerSpec(num_blocks=15, block_size=8)])
     before = cell.run(UNTIL_S - 1)
-    assert 150 == len(before.ended)
+    assert len(before.ended) == 150
     assert_idle(cell)
     num_dispatched = len(before.dispatched)
     after = cell.run(UNTIL_S)
@@ -244,7 +244,7 @@ def test_under_a_steady_stream_no_request_starves() -> None:
     config = PolicyConfig(max_preemptions=MAX_PREEMPTIONS)
     cell = Simulation(arrivals, [SimulatedWorkerSpec(num_blocks=40, block_size=8, max_num_seqs=16)], config=config)
     result = cell.run(UNTIL_S)
-    assert ["finished"] * 100 == list(result.ended.values())
+    assert list(result.ended.values()) == ["finished"] * 100
     assert len(result.preempted) >= 20
     assert all(record.preemptions <= MAX_PREEMPTIONS for record in cell.cell.records.values())
 

@@ -1,0 +1,1 @@
+"""One suite that both buses pass, and what only Redis can show."""
