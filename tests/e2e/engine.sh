@@ -159,7 +159,7 @@ build() {
   is_running || die "not up"
   bring_tree
   say "building Quire's images"
-  (cd "$dir/project" && PIP_NO_INDEX=1 REDIS_PASSWORD=unused docker compose build) >"$dir/build.log" 2>&1 || {
+  (cd "$dir/project" && PIP_NO_INDEX=1 REDIS_PASSWORD=unused COMPOSE_PARALLEL_LIMIT=1 docker compose build) >"$dir/build.log" 2>&1 || {
     tail -n 20 "$dir/build.log" >&2
     die "the images do not build"
   }

@@ -78,17 +78,13 @@ def compose(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compose]:
     """One gateway, one scheduler, one worker, healthy."""
     models = tmp_path_factory.mktemp("models")
     write_random_model("test", models / MODEL)
-    for folder in (models, *models.parents):  # the images' user must get at it
-        if folder.is_relative_to(models.parents[2]):
-            folder.chmod(0o755)
+    models.chmod(0o755)  # the images' user must get in
     made = Compose(Path(PROJECT), models)
     try:
         made.scale(1)
         yield made
-    except AssertionError:
-        print(made("logs", "--tail", "40"))
-        raise
     finally:
+        print(made("logs", "--tail", "60"))
         made("down", "--volumes", "--timeout", "5")
 
 
@@ -176,7 +172,7 @@ def test_spreads_over_three_workers(compose: Compose) -> None:
 
 def test_scaling_down_changes_no_stream(compose: Compose) -> None:
     """While streams run on three workers, two of them leave: every text should equal that of an undisturbed run."""
-    num_tokens = 1500
+    num_tokens = 1000
     bodies = [body(index, num_tokens) for index in range(12)]
     undisturbed = asyncio.run(stream_all(bodies))
     check_complete(undisturbed, num_tokens)
