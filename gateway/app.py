@@ -85,7 +85,8 @@ class GatewayApp:
         await self.gateway.background.close(FAREWELL_S)
         for task in self._loops:
             task.cancel()
-        await asyncio.gather(*self._loops, return_exceptions=True)
+        if self._loops:
+            await asyncio.wait(self._loops, timeout=FAREWELL_S)
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await self._bus.gateway_bye(self.gateway.gateway_id)

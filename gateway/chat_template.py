@@ -21,6 +21,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.errors import ConfigError, InvalidRequest
 
+_TEMPLATE_FAILURES = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
@@ -64,7 +73,7 @@ class ChatTemplate:
             )
         except _Refused as refusal:
             raise InvalidRequest(f"messages: {refusal}", param="messages", code="chat_template_error") from None
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        except _TEMPLATE_FAILURES as error:
             reason = f"the model's chat template cannot render these messages: {error}"
             raise InvalidRequest(f"messages: {reason}", param="messages", code="chat_template_error") from None
         return RenderedChat(text, marker)

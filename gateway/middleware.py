@@ -41,13 +41,14 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Headers of every answer, streams included (an `on_response_prepare` signal)."""
     response.headers["X-Content-Type-Options"] = "nosniff"
-    del response.headers["Server"]
+    response.headers.pop("Server", None)
 
 
 def error_response(error: QuireError) -> web.Response:
     """The whole answer for `error`."""
     answer = to_answer(error)
-    return web.Response(status=answer.status, body=answer.body, headers=answer.headers, content_type="application/json")
+    headers = answer.headers | {"X-Content-Type-Options": "nosniff"}
+    return web.Response(status=answer.status, body=answer.body, headers=headers, content_type="application/json")
 
 
 def _from_http(error: web.HTTPException) -> QuireError:

@@ -172,7 +172,9 @@ def parse_body(raw: dict[str, Any], body_class: type[B]) -> tuple[B, list[str]]:
 
 
 def _check_counts(raw: dict[str, Any]) -> None:
-    """Refuse long arrays before any of their items is looked at."""
+    """Refuse floods of fields and long arrays before any of their items is looked at."""
+    if len(raw) > limits.MAX_FIELDS:
+        raise InvalidRequest(f"{len(raw)} fields, at most {limits.MAX_FIELDS} are allowed", code="unknown_fields")
     for name, most in _COUNT_LIMITS.items():
         value = raw.get(name)
         if isinstance(value, (list, dict)) and len(value) > most:

@@ -90,7 +90,7 @@ class Listener:
         self.connection_id: ConnectionId = new_connection_id()
         self._position = 0
         self._chunks: deque[TokenChunk] = deque()
-        self._num_buffered = 0
+        self.num_buffered = 0
         self._must_refill = False
         self._must_check = False
         self._is_woken = asyncio.Event()
@@ -100,12 +100,12 @@ class Listener:
         """Take a publication; never blocks, never grows beyond its bound."""
         if isinstance(message, RequestEnded):
             self._must_check = True
-        elif self._num_buffered + len(message.data) > limits.MAX_BUFFERED_BYTES:
+        elif self.num_buffered + len(message.data) > limits.MAX_BUFFERED_BYTES:
             self._drop_buffer()
             self._must_refill = True
         else:
             self._chunks.append(message)
-            self._num_buffered += len(message.data)
+            self.num_buffered += len(message.data)
         self._is_woken.set()
 
     def refill(self) -> None:
@@ -148,7 +148,7 @@ class Listener:
                 self._must_refill = True
                 break
             self._chunks.popleft()
-            self._num_buffered -= len(chunk.data)
+            self.num_buffered -= len(chunk.data)
             new = chunk.data[position - chunk.offset :]
             parts.append(new)
             position += len(new)
@@ -191,4 +191,4 @@ class Listener:
 
     def _drop_buffer(self) -> None:
         self._chunks.clear()
-        self._num_buffered = 0
+        self.num_buffered = 0

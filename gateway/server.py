@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
@@ -32,6 +30,7 @@ class _Connection(web.RequestHandler):
         else:
             error = InvalidRequest("the request is not valid HTTP", code="bad_request")
         response = error_response(error)
+        response.headers["Server"] = "quire"  # no `on_response_prepare` here; aiohttp would name its version
         response.force_close()
         return response
 
@@ -77,5 +76,4 @@ class HttpServer:
 
     async def close(self) -> None:
         """Stop listening and close every connection."""
-        async with asyncio.timeout(5):
-            await self._runner.cleanup()
+        await self._runner.cleanup()

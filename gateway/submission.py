@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from contextlib import ExitStack
 
 from gateway import limits
 from gateway.delivery import Delivery
@@ -37,15 +38,11 @@ async def submit(
         idempotency_key=idempotency_key,
         body_hash=intake.body_hash,
     )
-    try:
+    with ExitStack() as undo:
+        undo.callback(delivery.leave)  # whatever goes wrong here, it may be stored all the same
         failpoint("gateway.before_submit", intake.request_id)
         outcome = await _insist_on_submit(gateway, new)
-    except (BusUnavailable, asyncio.CancelledError):
-        delivery.leave()  # it may be stored all the same
-        raise
-    except BaseException:
-        delivery.complete()
-        raise
+        undo.pop_all()
     if outcome.request_id == intake.request_id and outcome.answer in (SubmitAnswer.NEW, SubmitAnswer.EXISTS):
         return delivery, True
     delivery.complete()
@@ -68,11 +65,10 @@ async def join(gateway: Gateway, request_id: str, tenant: str) -> Delivery:
     listener = gateway.relay.listen(known)
     listener.refill()
     delivery = _deliver(gateway, listener, body)
-    try:
+    with ExitStack() as undo:
+        undo.callback(delivery.leave)
         await gateway.bus.attach(known, gateway.gateway_id, listener.connection_id)
-    except BaseException:
-        delivery.leave()
-        raise
+        undo.pop_all()
     return delivery
 
 

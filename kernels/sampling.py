@@ -26,7 +26,9 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def uniform(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
-    """One number in [0, 1) a row, 53 bits of it, float64 [rows]; a pure function of its row's three values.
+    """One number in [0, 1) a row, float64 [rows]; a pure function of its row's three values.
+
+    52 bits, so that the number times a sum is less than that sum after rounding, too.
 
     Args:
         seeds: [rows] int64 (any bits).
@@ -35,7 +37,7 @@ def uniform(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
     zero = torch.zeros_like(positions)
     key = (seeds & _MASK, (seeds >> 32) & _MASK)
     high, low, _, _ = philox((positions & _MASK, choices & _MASK, zero, zero), key)
-    return ((high << 21) | (low >> 11)).double() * 2.0**-53
+    return ((high << 20) | (low >> 12)).double() * 2.0**-52
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -102,7 +104,7 @@ def draw(logits: Tensor, numbers: Tensor) -> Tensor:
 
     Args:
         logits: [rows, vocab] float32; −inf for tokens that cannot be drawn; not all of a row.
-        numbers: [rows] float64 in [0, 1).
+        numbers: [rows] float64 in [0, 1 − 2⁻⁵²].
     """
     cumulative = torch.softmax(logits, dim=-1).double().cumsum(-1)
     wanted = numbers[:, None] * cumulative[:, -1:]

@@ -24,6 +24,7 @@ MAX_SOCKET_PATH_BYTES = 100
 """Unix socket paths end at 108 bytes, less on other systems."""
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
+LEAVE_TIMEOUT_S = 2.0
 _POLL_S = 0.005
 
 
@@ -71,6 +72,7 @@ class EmbeddedRedis:
     def start(self) -> None:
         """Start the server and wait until it answers; after `kill`, on the same data."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.refuse_second()
         with contextlib.suppress(FileNotFoundError):
             self.socket_path.unlink()
         with open(self.folder / "redis.log", "ab") as log:
@@ -92,6 +94,15 @@ class EmbeddedRedis:
     def kill(self) -> None:
         """SIGKILL, as a crash does."""
         self._end(signal.SIGKILL)
+
+    def refuse_second(self) -> None:
+        """Raise `ConfigError` when a server runs on the folder: two would destroy its data. One whose launcher just
+        died gets a moment to go."""
+        deadline = time.monotonic() + LEAVE_TIMEOUT_S
+        while self.answers():
+            if time.monotonic() > deadline:
+                raise ConfigError(f"another Redis runs on {self.folder}; stop it or choose another folder")
+            time.sleep(_POLL_S)
 
     def command(self) -> list[str]:
         """The server's command line, for whoever supervises it."""

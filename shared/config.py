@@ -28,8 +28,8 @@ class ProcessConfig:
                                        "from it: scheduler, workers); none: not served", minimum=0,
                                        maximum=65535)  # fmt: skip
     metrics_host: str = setting("127.0.0.1", "address of the scheduler's and workers' /metrics")
-    failpoints: str = setting("", "arm failpoints, for fault tests: name=action[@n];...", is_hidden=True)
     die_with_parent: bool = setting(False, "end when the parent process does, however it ends", is_hidden=True)
+    failpoints: str = setting("", "arm failpoints, for fault tests: name=action[@n];...", is_hidden=True)
     worker_lease_s: float = setting(3.0, "a worker whose counter stands still this long is lost", minimum=0.2)
     leader_lease_s: float = setting(1.5, "a scheduler whose counter stands still this long is replaced", minimum=0.2)
     drain_s: float = setting(30.0, "on SIGTERM, seconds to finish work before handing it over", minimum=0)

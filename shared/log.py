@@ -81,10 +81,18 @@ def _split(data: bytes) -> list[object]:
 
 def _to_entry(item: object) -> LogEntry:
     match item:
-        case [int(choice), int(token_id)]:
+        case [choice, token_id] if type(choice) is int and type(token_id) is int:
             return TokenEntry(choice, token_id)
-        case [int(choice), str(reason)] if reason in FINISH_REASONS:
+        case [choice, str(reason)] if type(choice) is int and reason in FINISH_REASONS:
             return FinishEntry(choice, reason)
-        case [int(choice), int(token_id), [float(chosen), list(top)]]:
-            return TokenEntry(choice, token_id, Logprobs(chosen, tuple((int(i), float(p)) for i, p in top)))
+        case [choice, token_id, logprobs] if type(choice) is int and type(token_id) is int:
+            return TokenEntry(choice, token_id, _to_logprobs(logprobs))
     raise WireError(f"not a log entry: {item!r}")
+
+
+def _to_logprobs(value: object) -> Logprobs:
+    try:
+        chosen, top = msgspec.convert(value, tuple[float, tuple[tuple[int, float], ...]], strict=True)
+    except msgspec.ValidationError as error:
+        raise WireError(f"not logprobs: {error}") from None
+    return Logprobs(chosen, top)

@@ -7,8 +7,9 @@ whether that is safe. Replies are raw RESP2 (bytes, ints, lists), the same from 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from shared.errors import BusRefused, BusUnavailable, ConfigError, LeaderLost
@@ -82,12 +83,30 @@ class RedisLink:
             await client.connection_pool.disconnect()
 
 
+@contextmanager
+def keep_cancellation() -> Iterator[None]:
+    """Raise the cancellation that was lost within, if one was.
+
+    redis-py sends through `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes just as the
+    sending ends: the task would run on for ever, and a time-out around it never come.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    try:
+        yield
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError
+
+
 @asynccontextmanager
 async def _our_errors() -> AsyncIterator[None]:
     from redis import exceptions
 
     try:
-        yield
+        with keep_cancellation():
+            yield
     except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
         raise BusUnavailable(f"Redis: {error}") from error
     except exceptions.ResponseError as error:

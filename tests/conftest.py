@@ -69,9 +69,7 @@ def _disarm_failpoints() -> Iterator[None]:
 async def find_leaks(link: Any, *, may_leave_live: bool = False) -> list[str]:
     """What no key may be: undeclared, of a request that lives on, of an ended one without a TTL, of a gone worker."""
     live = {name.decode() for name in await link.call("SMEMBERS", keys.LIVE)}
-    if may_leave_live:
-        return []
-    leaks = [f"live request {name}" for name in sorted(live)]
+    leaks = [] if may_leave_live else [f"live request {name}" for name in sorted(live)]
     for name in sorted(key.decode() for key in await link.call("KEYS", "*")):
         kind, _, rest = name.partition(":")
         if kind in ("req", "log", "idem") and rest:

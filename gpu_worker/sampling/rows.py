@@ -1,9 +1,9 @@
-"""What sampling remembers of a sequence on the device: one row of counts, bias and bans for each that needs it.
+"""What sampling remembers of a sequence on the device: one row of counts and bias for each that needs it.
 
 A row is taken at a sequence's first draw and given back by `release`, cleared. Counts follow `sequence.token_ids`:
 each draw first adds the tokens known since the last, so nothing depends on which tokens the engine kept. Rows are
-only taken by sequences with penalties, a bias or a pending `min_tokens`; the tables are made when the first one comes
-(they are as wide as the vocabulary).
+only taken by sequences with penalties or a bias; the tables are made when the first one comes (they are as wide as
+the vocabulary).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class SamplingRows:
     """State of up to `capacity` sequences.
 
     Args:
-        vocab_size: ids that can be drawn; larger ones in bias or bans have no effect.
+        vocab_size: ids that can be drawn; larger ones in a bias have no effect.
     """
 
     def __init__(self, capacity: int, vocab_size: int, device: torch.device) -> None:
@@ -31,9 +31,8 @@ class SamplingRows:
 
     @staticmethod
     def is_needed(sequence: Sequence) -> bool:
-        """Whether this sequence's draws depend on more than its logits and its number."""
-        sampling = sequence.sampling
-        return bool(sampling.logit_bias) or has_penalties(sequence) or has_bans(sequence)
+        """Whether `sequence` has a bias or penalties."""
+        return bool(sequence.sampling.logit_bias) or has_penalties(sequence)
 
     def update(self, sequence: Sequence) -> int:
         """The row of `sequence`, taken if it has none, counting all tokens it knows."""
@@ -72,10 +71,6 @@ class SamplingRows:
             table[row].zero_()
         self._free.append(row)
 
-    def banned_ids(self, sequence: Sequence) -> Tensor:
-        """Ids that cannot be drawn next: int64."""
-        return self._ids(list(sequence.sampling.stop_token_ids))
-
     def _set_bias(self, bias: Tensor, sequence: Sequence) -> None:
         for token_id, value in sequence.sampling.logit_bias:
             if 0 <= token_id < self._vocab_size:
@@ -96,8 +91,3 @@ def has_penalties(sequence: Sequence) -> bool:
     """Whether earlier tokens change this sequence's logits."""
     sampling = sequence.sampling
     return (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0.0, 0.0, 1.0)
-
-
-def has_bans(sequence: Sequence) -> bool:
-    """Whether `min_tokens` still forbids the end."""
-    return sequence.num_output < sequence.sampling.min_tokens and bool(sequence.sampling.stop_token_ids)

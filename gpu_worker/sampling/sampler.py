@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpu_worker.engine.batch_plan import DrawnToken
 from gpu_worker.engine.sequence import Sequence
-from gpu_worker.sampling.rows import SamplingRows, has_bans, has_penalties
+from gpu_worker.sampling.rows import SamplingRows, has_penalties
 from kernels import sampling as ops
 from shared.log import Logprobs
 from shared.messages import SamplingParams
@@ -45,6 +45,7 @@ class Sampler:
             return []
         raw = self._raw_logprobs(logits, sequences)
         logits = logits[:, : self._vocab_size]
+        self._apply_bans(logits, sequences)
         self._apply_memory(logits, sequences)
         token_ids = self._choose(logits, sequences).tolist()
         return [
@@ -63,14 +64,18 @@ class Sampler:
             for row, s in zip(logits, sequences, strict=True)
         ]
 
+    def _apply_bans(self, logits: Tensor, sequences: list[Sequence]) -> None:
+        """No end token before `min_tokens`, in place."""
+        for row, sequence in zip(logits, sequences, strict=True):
+            if sequence.num_output < sequence.sampling.min_tokens:
+                banned = [i for i in sequence.sampling.stop_token_ids if 0 <= i < self._vocab_size]
+                row[torch.tensor(banned, dtype=torch.int64, device=self._device)] = -torch.inf
+
     def _apply_memory(self, logits: Tensor, sequences: list[Sequence]) -> None:
-        """Bans, bias and penalties, in place."""
+        """Bias and penalties, in place."""
         needing = [i for i, s in enumerate(sequences) if self._rows.is_needed(s)]
         if not needing:
             return
-        for i in needing:
-            if has_bans(sequences[i]):
-                logits[i, self._rows.banned_ids(sequences[i])] = -torch.inf
         chosen = [sequences[i] for i in needing]
         index = torch.tensor(needing, device=self._device)
         rows = torch.tensor([self._rows.update(s) for s in chosen], device=self._device)

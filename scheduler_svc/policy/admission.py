@@ -73,6 +73,11 @@ def _compute_load(worker: Worker) -> Load:
     return Load(free, num_seqs)
 
 
+def has_slot(worker: Worker) -> bool:
+    """Whether one more sequence would run at once, if it has blocks."""
+    return worker.is_accepting and load(worker).num_seqs < worker.hello.max_num_seqs
+
+
 def can_take(worker: Worker, request: Request) -> bool:
     """Whether `worker` should get `request` now.
 

@@ -236,17 +236,21 @@ class Policy:
         if worker is None or not worker.take(event.report):
             return []
         found = listing.compare(worker, now, lease_s=self._config.worker_lease_s)
-        for victim in preemption.choose_victims(worker, self._config.max_preemptions):
-            victim.is_preempting = True
-            found.append(
-                d.Preempt(
-                    request_id=victim.request_id,
-                    worker_id=worker.worker_id,
-                    attempt=victim.attempt,
-                    report_seq=event.report.seq,
-                )
-            )
-        return found
+        victims = preemption.choose_victims(worker, self._config.max_preemptions)
+        others = self._serving(worker.hello.fingerprint)
+        revoked = placement.choose_revoked(worker, others, self._config.max_preemptions)
+        if revoked is not None and revoked not in victims:
+            victims.append(revoked)
+        return found + [self._preempt(victim, worker, event.report.seq) for victim in victims]
+
+    def _preempt(self, victim: Request, worker: Worker, report_seq: int) -> d.Decision:
+        victim.is_preempting = True
+        return d.Preempt(
+            request_id=victim.request_id,
+            worker_id=worker.worker_id,
+            attempt=victim.attempt,
+            report_seq=report_seq,
+        )
 
     def _on_workers(self, pulses: tuple[WorkerPulse, ...], now: float) -> Decisions:
         seen = {pulse.hello.worker_id: pulse for pulse in pulses}

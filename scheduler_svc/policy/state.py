@@ -48,7 +48,8 @@ class Request:
     """One live request.
 
     `entry` is where its RunRequest lies in its worker's inbox (None: dispatched by an earlier leader, or unconfirmed).
-    `deadline` is in this leader's seconds. `preempt_entry` is set while a `Preempt` of ours is under way.
+    `deadline` is in this leader's seconds. `is_preempting` while a `Preempt` of ours is under way, at `preempt_entry`
+    of the inbox. `waits_from` is its worker's step count when a report first showed that none of its sequences runs.
     """
 
     __slots__ = (
@@ -68,6 +69,7 @@ class Request:
         "summary",
         "unlisted_reports",
         "unlisted_since",
+        "waits_from",
         "was_listed",
         "worker_id",
     )
@@ -114,6 +116,7 @@ class Request:
         self.worker_id = None
         self.entry: EntryKey | None = None
         self.was_listed = False
+        self.waits_from: int | None = None
         self.unlisted_reports = 0
         self.unlisted_since: float | None = None
         self.is_preempting = False

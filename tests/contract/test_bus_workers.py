@@ -48,6 +48,14 @@ async def test_a_removed_worker_has_lost_everything(cell: Cell) -> None:
     assert [pulse.hello.worker_id for pulse in await cell.bus.read_workers()] == [W2]
 
 
+async def test_a_worker_without_fields_holds_nothing(cell: Cell) -> None:
+    """Even what its records still say is its own, or has ended, should be lost for a worker that left."""
+    running, ended = await cell.run(), await cell.run()
+    await cell.bus.end(ended, "cancelled")
+    await cell.bus.bye(W1)
+    assert await cell.bus.beat(W1, 1, [(running, 1), (ended, 1)]) == ["lost", "lost"]
+
+
 async def test_release_gives_a_request_back(cell: Cell) -> None:
     """A released request should be queued at its old place, its attempt unchanged; only a preemption is counted."""
     request_id = await cell.run()

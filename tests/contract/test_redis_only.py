@@ -53,6 +53,22 @@ async def link(own_server: EmbeddedRedis) -> AsyncIterator[RedisLink]:
     await one.close()
 
 
+async def test_a_cancellation_is_never_lost(link: RedisLink) -> None:
+    """A task that is cancelled at any moment of a command should end, though redis-py may swallow the cancellation."""
+
+    async def ask_for_ever() -> None:
+        while True:
+            await link.call("PING")
+
+    for turn in range(300):
+        task = asyncio.create_task(ask_for_ever())
+        for _ in range(turn % 40):
+            await asyncio.sleep(0)
+        task.cancel()
+        _, running = await asyncio.wait({task}, timeout=5)
+        assert not running, f"not ended after {turn % 40} turns of the loop"
+
+
 async def _subscribed(bus: Bus) -> Subscription:
     subscription = bus.subscribe(G1)
     assert await subscription.next(5) == Subscribed()

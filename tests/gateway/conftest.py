@@ -7,6 +7,7 @@ import io
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,32 +84,48 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def make_site(tiny_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[SiteMaker]:
-    """Makes sites: `bus`, `folder`, `worker` (hello fields), and HTTP or process settings by name."""
+    """Makes sites on memory buses: `folder`, `worker` (hello fields), and HTTP or process settings by name."""
     async with AsyncExitStack() as stack:
+        yield partial(_make_site, stack, tiny_folder, tokenizer)
 
-        async def make(
-            *, bus: Bus | None = None, folder: Path = tiny_folder, worker: dict[str, Any] | None = None, **settings: Any
-        ) -> Site:
-            bus = bus or MemoryBus()
-            scripted = ScriptedWorker(bus, _default_script(tokenizer), tokenizer.token_to_id(END), **(worker or {}))
-            await scripted.start()
-            stack.push_async_callback(scripted.stop)
-            leader = PlainLeader(bus, scripted.worker_id)
-            await leader.start()
-            stack.push_async_callback(leader.stop)
-            app = GatewayApp(make_config(folder, **settings), bus)
-            port = await app.start()
-            stack.push_async_callback(app.close)
-            http = await stack.enter_async_context(aiohttp.ClientSession())
-            return Site(bus, app, scripted, leader, f"http://127.0.0.1:{port}", http, tokenizer)
 
-        yield make
+@pytest.fixture
+async def bus_site(bus: Bus, tiny_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Site]:
+    """A site with default settings over each bus in turn."""
+    async with AsyncExitStack() as stack:
+        yield await _make_site(stack, tiny_folder, tokenizer, bus=bus)
 
 
 @pytest.fixture
 async def site(make_site: SiteMaker) -> Site:
     """A site with default settings over the memory bus."""
     return await make_site()
+
+
+async def _make_site(
+    stack: AsyncExitStack,
+    tiny_folder: Path,
+    tokenizer: Tokenizer,
+    *,
+    bus: Bus | None = None,
+    folder: Path | None = None,
+    worker: dict[str, Any] | None = None,
+    leads: bool = True,
+    **settings: Any,
+) -> Site:
+    bus = bus or MemoryBus()
+    scripted = ScriptedWorker(bus, _default_script(tokenizer), tokenizer.token_to_id(END), **(worker or {}))
+    await scripted.start()
+    stack.push_async_callback(scripted.stop)
+    leader = PlainLeader(bus, scripted.worker_id)
+    if leads:
+        await leader.start()
+    stack.push_async_callback(leader.stop)
+    app = GatewayApp(make_config(folder or tiny_folder, **settings), bus)
+    port = await app.start()
+    stack.push_async_callback(app.close)
+    http = await stack.enter_async_context(aiohttp.ClientSession())
+    return Site(bus, app, scripted, leader, f"http://127.0.0.1:{port}", http, tokenizer)
 
 
 def make_config(folder: Path, **settings: Any) -> GatewayConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import time
 from typing import Any
 
@@ -20,7 +21,7 @@ async def refused(site: Site, path: str, body: dict[str, Any], *, param: str | N
     """The error object of a request that must be refused with 400, streaming or not, and store nothing."""
     error: dict[str, Any] = {}
     for stream in (False, True):
-        data = io.BytesIO(orjson.dumps(body | {"stream": stream}))
+        data = io.BytesIO(json.dumps(body | {"stream": stream}).encode())
         async with site.http.post(site.base_url + path, data=data) as response:
             assert response.status == 400, await response.text()
             assert response.content_type == "application/json"
@@ -189,7 +190,7 @@ async def test_logit_bias_outside_its_range_is_refused(site: Site, bias: Any) ->
 
 @pytest.mark.case(38)
 async def test_padded_rows_of_the_vocabulary_take_no_bias(site: Site) -> None:
-    """An id that only the model's padding has should be refused, though prompts are checked against the model's rows."""
+    """An id that only the padding of the model's vocabulary has should be refused."""
     padded = site.app.gateway.folder.max_token_id + 1
     await refused(site, COMPLETIONS, {"prompt": "hi", "logit_bias": {str(padded): 1}}, param="logit_bias")
 

@@ -1,4 +1,4 @@
-"""A model folder without weights: a byte-level tokenizer with a few merges, three control tokens and a chat template."""
+"""A model folder without weights: a byte-level tokenizer with a few merges, control tokens and a chat template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 STRICT = (
-    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('system role is not supported') }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m['role'] == 'system' %}{{ raise_exception('system role is not supported') }}{% endif %}"
     "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
     "<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"

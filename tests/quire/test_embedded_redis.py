@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from quire import embedded_redis
@@ -45,9 +46,7 @@ def test_listens_on_a_private_socket_only(folder: Path) -> None:
         mode = stat.S_IMODE(os.stat(server.socket_path).st_mode)
         assert mode & 0o077 == 0
         assert stat.S_IMODE(os.stat(server.folder).st_mode) & 0o077 == 0
-        tables = [Path(f"/proc/{server.pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-        listening = {f"socket:[{row.split()[9]}]" for table in tables for row in table if row.split()[3] == "0A"}
-        assert not listening & {os.readlink(fd) for fd in Path(f"/proc/{server.pid}/fd").iterdir()}
+        assert psutil.Process(server.pid).net_connections("inet") == []
     finally:
         server.stop()
 
@@ -72,6 +71,19 @@ def test_starts_again_after_a_kill(folder: Path) -> None:
     server.kill()
     server.start()
     assert server.pid not in (None, first)
+    server.stop()
+
+
+def test_a_folder_has_one_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second server on the same folder should be refused, and the first go on to work."""
+    monkeypatch.setattr(embedded_redis, "LEAVE_TIMEOUT_S", 0.05)
+    server = EmbeddedRedis(folder)
+    server.start()
+    with pytest.raises(ConfigError, match="another Redis"):
+        EmbeddedRedis(folder).start()
+    assert server.pid is not None
+    assert _is_running(server.pid)
+    assert server.socket_path.exists()
     server.stop()
 
 

@@ -88,6 +88,7 @@ class PolicyCell:
         self._pulses: dict[str, WorkerPulse] = {}
         self._seqs: dict[str, int] = {}
         self._entries = 0
+        self._attempts: dict[RequestId, int] = {}
 
     def feed(self, event: d.Event) -> list[d.Decision]:
         """The policy's decisions, each dispatch and preemption confirmed."""
@@ -96,7 +97,7 @@ class PolicyCell:
             self._entries += 1
             entry_id = EntryId(f"1-{self._entries}")
             if isinstance(decision, d.Dispatch):
-                attempt = self.policy._requests[decision.request_id].attempt
+                attempt = self._attempts[decision.request_id] = self._attempts[decision.request_id] + 1
                 done = d.DispatchDone(request_id=decision.request_id, attempt=attempt, entry_id=entry_id)
                 decisions += self.policy.on_event(done, self.now)
             elif isinstance(decision, d.Preempt):
@@ -110,6 +111,9 @@ class PolicyCell:
         return f"1-{self._entries}"
 
     def observe(self, *records: RequestRecord) -> list[d.Decision]:
+        for record in records:
+            known = self._attempts.get(record.summary.request_id, 0)
+            self._attempts[record.summary.request_id] = max(known, record.attempt)
         return self.feed(d.Observed(records=records))
 
     def see_workers(self, *hellos: WorkerHello, **pulse: Any) -> list[d.Decision]:

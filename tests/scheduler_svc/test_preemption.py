@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,3 +110,66 @@ def test_the_horizon_follows_the_report_interval() -> None:
     roomy = (held("a", blocks=5, tokens=70), held("b", blocks=5, tokens=70))
     cell.report("w", free=0, held=roomy, num_steps=1)
     assert preempted(cell.report("w", free=0, held=roomy, num_steps=9)) == ["b"]
+
+
+def waiting(name: str) -> HeldRequest:
+    """Held by a worker that lets it wait."""
+    return replace(held(name, blocks=0, tokens=16), num_running=0, num_waiting=1)
+
+
+def two_full_workers() -> PolicyCell:
+    """Workers of one slot each that run `a` and `b`; `c` has been sent ahead to the first."""
+    cell = PolicyCell()
+    cell.join("w1", "w2", max_num_seqs=1)
+    assert dispatched(cell.observe(make_record("a", 1), make_record("b", 2))) == [("a", "w1"), ("b", "w2")]
+    assert dispatched(cell.observe(make_record("c", 3))) == [("c", "w1")]
+    return cell
+
+
+def test_a_request_sent_ahead_is_taken_back_when_another_worker_is_free_first() -> None:
+    """It should not wait behind one worker's long run while the other idles, and be moved only once."""
+    cell = two_full_workers()
+    report = {"free": 14, "applied": "9-9", "held": (held("a", blocks=2, tokens=18), waiting("c"))}
+    assert [preempted(cell.report("w1", num_steps=steps, **report)) for steps in (1, 2, 3)] == [[], [], []]
+    cell.feed(d.Ended(request_ids=(make_record("b").summary.request_id,)))
+    cell.report("w2", applied="9-9")
+    assert preempted(cell.report("w1", num_steps=4, **report)) == ["c"]
+    assert preempted(cell.report("w1", num_steps=5, **report | {"applied": "0-0"})) == []
+    assert dispatched(cell.observe(make_record("c", 3, attempt=1, preemptions=1))) == [("c", "w2")]
+
+
+def test_a_request_that_has_just_arrived_is_left_where_it_is() -> None:
+    """A worker that has not had two steps to let it in should keep it."""
+    cell = two_full_workers()
+    cell.feed(d.Ended(request_ids=(make_record("b").summary.request_id,)))
+    cell.report("w2", applied="9-9")
+    just = {"free": 14, "applied": "9-9", "held": (held("a", blocks=2, tokens=18), waiting("c"))}
+    assert preempted(cell.report("w1", num_steps=5, **just)) == []
+    assert preempted(cell.report("w1", num_steps=6, **just)) == []
+    assert preempted(cell.report("w1", num_steps=7, **just)) == ["c"]
+
+
+def test_a_prompt_that_waits_for_its_share_of_a_step_is_left_where_it_is() -> None:
+    """With a slot and blocks free at its own worker, moving it would only start it later."""
+    cell = PolicyCell()
+    cell.see_workers(make_hello("w1"), make_hello("w2"))
+    cell.observe(running(make_record("a", 1), "w1"), running(make_record("c", 2), "w1"))
+    cell.report("w2")
+    lists = (held("a", blocks=2, tokens=18), waiting("c"))
+    for steps in range(1, 9):
+        assert preempted(cell.report("w1", free=14, num_steps=steps, held=lists)) == []
+    assert preempted(cell.report("w1", free=0, num_steps=9, held=lists)) == ["c"], "no blocks: now it is worth it"
+
+
+def test_a_request_is_not_moved_to_a_worker_where_somebody_waits() -> None:
+    """The other worker's own waiting requests come first, so requests should never change places in a circle."""
+    cell = PolicyCell()
+    cell.see_workers(make_hello("w1", max_num_seqs=1), make_hello("w2"))
+    cell.observe(running(make_record("a", 1), "w1"), running(make_record("c", 2), "w1"))
+    cell.observe(running(make_record("d", 3), "w2"))
+    cell.report("w2", free=16, held=(waiting("d"),))
+    lists = (held("a", blocks=2, tokens=18), waiting("c"))
+    for steps in range(1, 9):
+        assert preempted(cell.report("w1", free=14, num_steps=steps, held=lists)) == []
+    cell.report("w2", free=14, held=(held("d", blocks=2, tokens=18),))
+    assert preempted(cell.report("w1", free=14, num_steps=9, held=lists)) == ["c"], "d runs: now it may"

@@ -1,1 +1,1 @@
-"""Tests of shared/."""
+"""Tests of the shared ground."""

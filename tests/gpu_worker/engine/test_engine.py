@@ -217,3 +217,25 @@ def test_a_broken_model_should_end_the_engine() -> None:
     assert failed == [(), *(((f"r{n}", 1),) for n in range(MAX_FAILURES_IN_A_ROW - 1))]
     with pytest.raises(EngineBroken):
         driver.engine.step()
+
+
+def test_failures_with_good_steps_between_should_not_end_the_engine() -> None:
+    """However many requests fail, the engine should live as long as others can be computed."""
+    driver = make_driver()
+    for number in range(MAX_FAILURES_IN_A_ROW + 2):
+        driver.engine.add(make_sequence(f"bad{number}", [POISON]))
+        assert driver.step().failed == ((f"bad{number}", 1),)
+        good = make_sequence(f"good{number}", max_tokens=2)
+        driver.engine.add(good)
+        driver.run_until_idle()
+        driver.assert_as_solo([good])
+
+
+def test_clear_should_forget_everything() -> None:
+    """A worker that starts over should find the whole pool free and no row of the model in use."""
+    driver = make_driver()
+    for name in "abc":
+        driver.engine.add(make_sequence(name))
+    driver.step()
+    driver.engine.clear()
+    driver.run_until_idle(max_steps=0)

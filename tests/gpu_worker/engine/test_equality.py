@@ -31,6 +31,7 @@ def test_tokens_should_equal_the_solo_run_in_a_tiny_pool(block_size: int, budget
     assert driver.engine.num_evictions >= (5 if budget > 1 else 0)
 
 
+@pytest.mark.case(77)
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32),

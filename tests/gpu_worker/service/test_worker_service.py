@@ -224,6 +224,7 @@ async def test_a_command_that_comes_twice_should_be_a_no_op(cell: Cell) -> None:
     await cell.assert_as_solo(request_id)
 
 
+@pytest.mark.case(93)
 async def test_a_worker_declared_dead_should_start_over(cell: Cell) -> None:
     """Its requests should go on elsewhere with the very tokens; it should drop them and come back under a new id."""
     zombie = await cell.start_worker(ScriptedRunner(is_gated=True))
@@ -233,10 +234,11 @@ async def test_a_worker_declared_dead_should_start_over(cell: Cell) -> None:
     assert await cell.bus.requeue(TOKEN, old_id) == [request_id]
     heir = await cell.start_worker()
     await cell.dispatch(request_id, heir)
-    zombie.runner.open()
     await cell.assert_as_solo(request_id)
+    zombie.runner.open()
     await wait_until(lambda: zombie.worker_id != old_id, description="the new incarnation to report")
     assert zombie.is_idle
+    assert zombie.runner.num_rows == 0, "the model should have been told to forget"
     assert {zombie.worker_id, heir.worker_id} == {p.hello.worker_id for p in await cell.bus.read_workers()}
     await cell.assert_as_solo(await cell.run(zombie, (8, 9)))
 
@@ -292,6 +294,41 @@ async def test_draining_should_hand_over_what_it_cannot_finish(cell: Cell) -> No
     heir = await cell.start_worker()
     await cell.dispatch(request_id, heir)
     await cell.assert_as_solo(request_id)
+
+
+async def test_a_failure_of_a_request_taken_away_should_not_end_it(cell: Cell) -> None:
+    """A worker that fails on a request which is another's by now should leave it alone."""
+    worker = await cell.start_worker(ScriptedRunner(is_gated=True))
+    heir = await cell.start_worker(ScriptedRunner(is_gated=True))
+    request_id = await cell.run(worker)
+    await cell.wait_for_tokens(request_id, 1, stepping=worker)
+    assert await cell.bus.requeue_one(TOKEN, request_id, worker.worker_id, 1)
+    await cell.dispatch(request_id, heir)
+    worker.runner.is_broken = True
+    worker.runner.open()
+    await wait_until(lambda: worker.is_idle, description="an idle report")
+    assert (await cell.record(request_id)).state is RequestState.RUNNING
+    heir.runner.open()
+    await cell.assert_as_solo(request_id)
+
+
+async def test_draining_should_hand_over_suspects_that_wait(cell: Cell) -> None:
+    """What never entered the engine should be queued again, too, and not count as preempted."""
+    dead = await cell.start_worker(ScriptedRunner(is_gated=True))
+    suspects = [await cell.run(dead, (n, 1), max_tokens=90) for n in range(2)]
+    await wait_until(lambda: len(dead.reports[-1].held) == 2, description="all to be held")
+    await cell.bus.requeue(TOKEN, dead.worker_id)
+    heir = await cell.start_worker(ScriptedRunner(is_gated=True), drain_s=0.0)
+    for request_id in suspects:
+        await cell.dispatch(request_id, heir)
+    await wait_until(lambda: len(heir.reports[-1].held) == 2, description="all to be held")
+    heir.stop.set()
+    await wait_until(lambda: len(heir.reports[-1].held) == 1, description="the waiting one to leave")
+    heir.runner.open()
+    await heir.task
+    for request_id in suspects:
+        record = await cell.record(request_id)
+        assert (record.state, record.preemptions) == (RequestState.QUEUED, 0)
 
 
 async def test_suspects_should_enter_one_at_a_time_under_their_name(cell: Cell) -> None:

@@ -1,0 +1,154 @@
+"""config.json and weights: what is wrong or unsupported is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gpu_worker.model.config import RopeScaling, read_config
+from gpu_worker.model.loader import fingerprint
+from shared.errors import ConfigError
+from tests.gpu_worker.model.plans import make_runner
+
+
+@pytest.fixture
+def folder(llama_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the `test` model to spoil."""
+    return Path(shutil.copytree(llama_folder, tmp_path / "model"))
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    """Change values of config.json; None removes one."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported: Llama.*Qwen2"),
+        ({"architectures": None}, "architectures = None: must name one"),
+        ({"hidden_size": "64"}, "hidden_size = '64': must be a positive whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+        ({"vocab_size": None}, "vocab_size = None"),
+        ({"num_key_value_heads": 3}, "must divide num_attention_heads = 4"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps = -1: must be a positive number"),
+        ({"hidden_act": "gelu"}, "only silu"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no': must be true or false"),
+        ({"use_sliding_window": True}, "sliding windows are not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized checkpoints are not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported; supported: default"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic' is not supported"),
+    ],
+)
+def test_bad_config_is_refused(changes: dict[str, Any], message: str, folder: Path) -> None:
+    """The error should name what is wrong."""
+    edit(folder, **changes)
+    with pytest.raises(ConfigError, match=message):
+        read_config(folder)
+
+
+def test_both_spellings_of_rope(folder: Path) -> None:
+    """`rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before) should read the same."""
+    edit(folder, rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
+    old = read_config(folder)
+    edit(folder, rope_theta=None, rope_scaling=None,
+         rope_parameters={"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0})  # fmt: skip
+    assert old == read_config(folder)
+    assert old.rope_scaling == RopeScaling(kind="linear", factor=2.0)
+
+
+def test_not_a_model_folder(tmp_path: Path) -> None:
+    """A folder without or with a broken config.json should be named."""
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        read_config(tmp_path)
+
+
+def test_missing_and_unexpected_weights_are_named(folder: Path) -> None:
+    """A tensor too few, too many or of another shape should be refused by its name."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    for changed, message in (
+        ({k: v for k, v in weights.items() if k != "model.norm.weight"}, r"no tensor model\.norm\.weight"),
+        (weights | {"model.extra.weight": torch.zeros(1)}, r"no place for model\.extra\.weight"),
+        (weights | {"model.norm.weight": torch.zeros(3)}, r"model\.norm\.weight is \[3\].*asks for \[64\]"),
+        (weights | {"model.norm.weight": torch.zeros(64, dtype=torch.int8)}, "quantized weights are not supported"),
+    ):
+        save_file(changed, path)
+        with pytest.raises(ConfigError, match=message):
+            make_runner(folder)
+
+
+def test_only_safetensors_are_read(folder: Path) -> None:
+    """A truncated file, a pickle, an index with a missing shard should be refused; nothing is unpickled."""
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ConfigError, match="not a readable safetensors file"):
+        make_runner(folder)
+    path.rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"no model\.safetensors \(found pytorch_model\.bin"):
+        make_runner(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "shard-1.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"names shard-1\.safetensors, not in the folder"):
+        make_runner(folder)
+
+
+def test_shards_equal_one_file(folder: Path, llama_folder: Path) -> None:
+    """A checkpoint in shards should load like one in a single file."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    weight_map = {name: f"shard-{i % 2}.safetensors" for i, name in enumerate(names)}
+    for shard in set(weight_map.values()):
+        save_file({name: weights[name] for name in names if weight_map[name] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert make_runner(folder).max_model_len == make_runner(llama_folder).max_model_len
+
+
+def test_fingerprint_tells_weights_config_and_dtype_apart(folder: Path) -> None:
+    """Equal folders and dtypes should have equal fingerprints, any difference another one."""
+    first = fingerprint(folder, "float32")
+    assert first == fingerprint(folder, "float32")
+    seen = {first, fingerprint(folder, "bfloat16")}
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(bytes(data))
+    seen.add(fingerprint(folder, "float32"))
+    edit(folder, rope_theta=12345.0)
+    seen.add(fingerprint(folder, "float32"))
+    assert len(seen) == 4
+
+
+def test_flags_are_checked_against_the_model(folder: Path) -> None:
+    """A context beyond the model's and a missing device should be refused with the remedy."""
+    with pytest.raises(ConfigError, match=r"--max-model-len=9999: the model's longest context is 4096"):
+        make_runner(folder, max_model_len=9999)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="--device=cuda"):
+            make_runner(folder, device="cuda")
+    edit(folder, torch_dtype="float8_e4m3fn")
+    with pytest.raises(ConfigError, match="choose one with --dtype"):
+        make_runner(folder, dtype="auto")
+
+
+def test_runner_describes_itself(folder: Path) -> None:
+    """The card should hold the checkpoint's dtype, and the tokenizer's size where the logits are wider (case 50)."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = tokenizer["added_tokens"][:2]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    runner = make_runner(folder, dtype="auto", max_model_len=100)
+    assert (runner.dtype, runner.device, runner.vocab_size, runner.max_model_len) == ("bfloat16", "cpu", 511, 100)
+    (folder / "tokenizer.json").unlink()
+    assert make_runner(folder).vocab_size == 512

@@ -1,0 +1,50 @@
+"""The flat arrays of a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_worker.engine.batch_plan import BatchPlan, PlannedChunk
+from gpu_worker.model.inputs import PADDING_SLOT, StepCapacity, StepInputs
+from tests.gpu_worker.model.plans import make_sequence
+
+
+def make_inputs() -> StepInputs:
+    capacity = StepCapacity(max_tokens=16, max_sequences=3, max_blocks=4, block_size=4)
+    return StepInputs(capacity, torch.device("cpu"))
+
+
+def test_rows_follow_the_plan() -> None:
+    """Tokens, positions and slots should follow the chunks, and only sampling chunks want their last row."""
+    inputs = make_inputs()
+    first = make_sequence(list(range(100, 110)), block_ids=[7, 2, 9])
+    second = make_sequence([1, 2, 3], block_ids=[5])
+    inputs.fill(BatchPlan((PlannedChunk(first, 3, 6, is_sampling=False), PlannedChunk(second, 2, 1, is_sampling=True))))
+    assert inputs.token_ids.tolist() == [103, 104, 105, 106, 107, 108, 3]
+    assert inputs.positions.tolist() == [3, 4, 5, 6, 7, 8, 2]
+    assert inputs.slots.tolist() == [31, 8, 9, 10, 11, 36, 22]
+    assert inputs.wanted_rows.tolist() == [6]
+    assert inputs.batch.chunks() == [(0, 6, 9), (6, 1, 3)]
+    assert inputs.batch.block_tables[0, :3].tolist() == [7, 2, 9]
+
+
+def test_rows_past_the_plan_are_padding() -> None:
+    """A smaller step after a larger one should leave no slot of it behind, in the same buffers."""
+    inputs = make_inputs()
+    sequence = make_sequence(list(range(12)), block_ids=[0, 1, 2])
+    inputs.fill(BatchPlan((PlannedChunk(sequence, 0, 12, is_sampling=True),)))
+    address = inputs.slots.data_ptr()
+    inputs.fill(BatchPlan((PlannedChunk(sequence, 0, 2, is_sampling=False),)))
+    assert inputs.slots.data_ptr() == address
+    assert inputs._slots.array.tolist() == [0, 1] + [PADDING_SLOT] * 14
+    assert inputs.wanted_rows.numel() == 0
+
+
+def test_too_large_a_plan_is_an_error_of_ours() -> None:
+    """Capacity and blocks are the engine's promise; breaking it should not pass silently."""
+    sequence = make_sequence(list(range(20)), block_ids=[0, 1])
+    with pytest.raises(AssertionError, match="max_num_batched_tokens"):
+        make_inputs().fill(BatchPlan((PlannedChunk(sequence, 0, 17, is_sampling=False),)))
+    with pytest.raises(AssertionError, match="without blocks"):
+        make_inputs().fill(BatchPlan((PlannedChunk(sequence, 0, 9, is_sampling=False),)))

@@ -1,0 +1,65 @@
+"""The engine's thread: commands between steps, in order, and what each round says of them."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gpu_worker.engine_thread import Add, Applied, Command, Drop, EngineThread, Round, Withdraw
+from shared.ids import EntryId, RequestId
+from tests.gpu_worker.engine.workload import make_engine, make_sequence
+from tests.scripted_runner import ScriptedRunner
+
+Post = Callable[..., Round]
+
+
+@pytest.fixture
+def apply() -> Iterator[Post]:
+    """Submits commands with an `Applied` behind them, and returns the round that has applied them all."""
+    rounds: queue.Queue[Round] = queue.Queue()
+    errors: list[Exception] = []
+    thread = EngineThread(make_engine(ScriptedRunner()), post=rounds.put, on_broken=errors.append)
+    thread.start()
+
+    def submit(*commands: Command) -> Round:
+        submit.count += 1  # type: ignore[attr-defined]
+        mark = EntryId(f"{submit.count}-0")  # type: ignore[attr-defined]
+        thread.submit(*commands, Applied(mark))
+        while (round_ := rounds.get(timeout=10)).inbox_id != mark:
+            thread.settle(round_.number)
+        return round_
+
+    submit.count = 0  # type: ignore[attr-defined]
+    yield submit
+    thread.stop()
+    assert errors == []
+
+
+def test_a_withdrawal_should_be_void_when_more_was_evicted(apply: Post) -> None:
+    """A preemption based on another number of evictions should change nothing, one on the right number should work."""
+    request_id = RequestId("a")
+    apply(Add((make_sequence("a", max_tokens=200),)))
+    void = apply(Withdraw(request_id, 1, 5))
+    assert (void.withdrawn, list(void.view.held)) == ((), [request_id])
+    command = Withdraw(request_id, 1, 0)
+    done = apply(command)
+    assert (done.withdrawn, done.view.held, done.view.num_preemptions) == ((command,), {}, 1)
+    assert apply(command).withdrawn == (), "nothing is left to take out"
+
+
+def test_a_request_should_be_added_as_a_whole_or_not_at_all(apply: Post) -> None:
+    """When one of its sequences can never fit, none should stay."""
+    fitting, too_long = make_sequence("a", max_tokens=200), make_sequence("a", [1] * 256, choice=1)
+    round_ = apply(Add((fitting, too_long)))
+    assert [(f.request_id, f.reason) for f in round_.failures] == [("a", "rejected")]
+    assert round_.view.held == {}
+
+
+def test_commands_should_be_applied_in_order(apply: Post) -> None:
+    """A request dropped and taken again should be held once, as the later attempt."""
+    round_ = apply(
+        Add((make_sequence("a", max_tokens=200),)), Drop(RequestId("a")), Add((make_sequence("a", max_tokens=200),))
+    )
+    assert round_.view.held["a"].num_running + round_.view.held["a"].num_waiting == 1
