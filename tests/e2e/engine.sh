@@ -13,7 +13,7 @@
 # fetched out here, with this machine's own settings for pip and apt.
 #
 # ENGINE_DIR  state, images, sockets (default: /tmp/quire-engine); removed by `down` unless KEEP=1
-# ENGINE_CACHE  what makes the next start quick (default: ~/.cache/quire/engine; about 600 MB)
+# ENGINE_CACHE  what makes the next start quick (default: ~/.cache/quire/engine; about 450 MB)
 set -euo pipefail
 
 tree=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -40,6 +40,7 @@ is_running() {
 up() {
   [ "$(id -u)" = 0 ] || die "needs root"
   command -v apt-get >/dev/null || die "needs apt-get"
+  [ -x "$python" ] || die "needs $python (make setup-dev, or PYTHON=...)"
   mkdir -p -m 700 "$dir" "$cache"
   install_tools
   is_running || start_engine
@@ -174,7 +175,7 @@ run() {
   trap down EXIT
   trap 'exit 130' INT TERM
   if ! timeout "$up_limit_s" "$0" up; then
-    echo "skipped: no container engine within $up_limit_s s, see the lines above"
+    echo "skipped: no container engine, the line above says why (limit: $up_limit_s s)"
     return 0
   fi
   build
