@@ -2,6 +2,7 @@
 
 In float32 on a CPU the answer is never, and tests hold it. In bfloat16 nothing is promised, so it is measured: 32
 streams of the default model on three workers, one of which is killed under way, against the same streams undisturbed.
+"""
 
 from __future__ import annotations
 
