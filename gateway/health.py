@@ -52,7 +52,7 @@ class HealthView:
             leader, workers = await self._bus.read_leader(), await self._bus.read_workers()
         except BusError as error:
             if self._is_bus_up:
-                _log.warning("bus_down", error=error)
+                _log.warning("bus.lost", error=error)
             self._is_bus_up = False
             return
         if not self._is_bus_up:

@@ -38,7 +38,7 @@ def main() -> int:
         print(f"gpu_worker: {error}", file=sys.stderr)
         return 2
     except EngineBroken as error:
-        _log.error("the model is broken, giving up", error=str(error))
+        _log.error("model.broken", error=error)
         return 1
     except KeyboardInterrupt:  # while loading, before the loop takes the signals
         return 130
@@ -73,7 +73,7 @@ async def _load_model(bus: Bus, config: WorkerConfig, place: Place) -> LoadedMod
     """The model, loaded in this very thread (the current CUDA device is a thread's); a failure frees the claim."""
     from gpu_worker.model.runner import load_runner
 
-    _log.info("loading model", model=config.model.model)
+    _log.info("model.loading", model=config.model.model)
     since = time.monotonic()
     model: LoadedModel | None = None
     try:
@@ -82,7 +82,7 @@ async def _load_model(bus: Bus, config: WorkerConfig, place: Place) -> LoadedMod
         if model is None:
             await _give_claim_back(bus, place)
     _log.info(
-        "model loaded", seconds=time.monotonic() - since, device=model.device, dtype=model.dtype,
+        "model.loaded", seconds=time.monotonic() - since, device=model.device, dtype=model.dtype,
         fingerprint=model.fingerprint, max_model_len=model.max_model_len,
         kv_tokens=model.num_blocks * model.block_size,
     )  # fmt: skip
@@ -95,7 +95,7 @@ async def _give_claim_back(bus: Bus, place: Place) -> None:
     try:
         await bus.bye(place.first_id)
     except BusError as error:
-        _log.warning("claim not given back", error=str(error))
+        _log.warning("claim.kept", error=error)
 
 
 if __name__ == "__main__":

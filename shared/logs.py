@@ -1,5 +1,6 @@
 """Logs: one line an event, `time level service event key=value ...`, the request id always as `request_id`.
 
+An event is named `noun.participle`: what it happened to, and what happened (`request.dispatched`, `worker.ready`).
 Prompts, generated text, keys and paths of users' data are never logged.
 """
 
