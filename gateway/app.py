@@ -117,7 +117,7 @@ async def _forever(name: str, step: Callable[[], Awaitable[None]], pause_s: floa
 
 def _make_gateway(config: GatewayConfig, bus: Bus, pool: TextPool) -> Gateway:
     if not config.model.model:
-        raise ConfigError("--model: name the model folder")
+        raise ConfigError("--model: name a model folder")
     if not all(config.http.api_key):
         raise ConfigError("--api-key: an empty key would let everybody in")
     folder = load_model_folder(Path(config.model.model))

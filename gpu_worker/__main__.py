@@ -35,7 +35,7 @@ def main() -> int:
         logs.set_up("gpu_worker", config.process.log_level)
         uvloop.run(_run(config))
     except ConfigError as error:
-        print(f"gpu_worker: {error}", file=sys.stderr)
+        print(f"gpu_worker: error: {error}", file=sys.stderr)
         return 2
     except EngineBroken as error:
         _log.error("model.broken", error=error)
@@ -47,9 +47,9 @@ def main() -> int:
 
 def _check(config: WorkerConfig) -> None:
     if not config.process.redis_url:
-        raise ConfigError("redis_url is empty: give --redis-url or QUIRE_REDIS_URL")
+        raise ConfigError("--redis-url: name a Redis (only `quire serve` starts one by itself)")
     if not config.model.model:
-        raise ConfigError("model is empty: give a model folder or QUIRE_MODEL")
+        raise ConfigError("--model: name a model folder")
 
 
 async def _run(config: WorkerConfig) -> None:

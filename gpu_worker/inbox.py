@@ -47,7 +47,7 @@ class Inbox:
             try:
                 await self._read()
             except BusError as error:
-                _log.warning("inbox.failed", error=error)
+                _log.recurring("inbox.failed", error=error)
                 await asyncio.sleep(RETRY_S)
 
     async def _read(self) -> None:

@@ -39,7 +39,7 @@ class Outbox:
                 await self._pass()
                 retry_s = MIN_RETRY_S
             except BusError as error:
-                _log.warning("write.failed", error=error, after_s=retry_s)
+                _log.recurring("write.failed", error=error, after_s=retry_s)
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
                 self._incarnation.outbox_due.set()

@@ -157,7 +157,7 @@ class WorkerService:
                     await self._bus.claim_device(mine.worker_id, [self._place.device_id])
                 await self._bus.hello(self._describe(mine.worker_id))
             except BusError as error:
-                _log.warning("hello.failed", error=error)
+                _log.recurring("hello.failed", error=error)
                 await asyncio.sleep(RETRY_S)
             else:
                 _log.info("worker.ready", worker=mine.worker_id)

@@ -34,11 +34,12 @@ MAX_PARAMETERS = 6
 BROAD_EXCEPT_ALLOWED = {
     "gateway/app.py",
     "gateway/middleware.py",
+    "gateway/model_folder.py",
     "scheduler_svc/service.py",
     "gpu_worker/engine/engine.py",
     "gpu_worker/engine_thread.py",
 }
-LOG_LEVELS = {"debug", "info", "warning", "error"}
+LOG_LEVELS = {"debug", "info", "warning", "recurring", "error"}
 LOG_EVENT = re.compile(r"[a-z]+\.[a-z]+")
 BANNED_NAMES = {"utils", "common", "helpers", "manager", "base", "misc"}
 
@@ -122,7 +123,8 @@ def test_packages_hold_only_a_docstring(source: tuple[str, ast.Module, str]) -> 
 
 
 def test_broad_excepts_stay_in_the_loops(source: tuple[str, ast.Module, str]) -> None:
-    """`except Exception` should occur in the service loops, the engine loop and the HTTP middleware only."""
+    """`except Exception` should occur in the service loops, the engine loop, the HTTP middleware, and around the
+    tokenizers library (which raises nothing finer) only."""
     name, tree, _ = source
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler):
@@ -139,5 +141,5 @@ def test_log_events_have_one_form(source: tuple[str, ast.Module, str]) -> None:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="log" | "_log"), attr=level), args=[event, *_]) if (
                 level in LOG_LEVELS
             ):
-                text = event.value if isinstance(event, ast.Constant) else None
-                assert isinstance(text, str) and LOG_EVENT.fullmatch(text), f"{name}:{node.lineno} logs {text!r}"
+                text = str(event.value) if isinstance(event, ast.Constant) else ""
+                assert LOG_EVENT.fullmatch(text), f"{name}:{node.lineno} logs {ast.unparse(event)}"
