@@ -34,7 +34,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         return error_response(_from_http(error))
     except Exception:
         gateway.metrics.crashes.inc()
-        _log.error("handler_failed", exc_info=True, method=request.method)
+        _log.error("handler.failed", exc_info=True, method=request.method)
         return error_response(RequestFailed("internal error"))
 
 

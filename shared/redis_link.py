@@ -50,7 +50,7 @@ class RedisLink:
             )
             reads = ConnectionPool.from_url(url, socket_timeout=COMMAND_TIMEOUT_S + MAX_BLOCK_MS / 1000, **options)
         except ValueError as error:
-            raise ConfigError(f"redis_url: {error}") from None
+            raise ConfigError(f"--redis-url: {error}") from None
         self._commands: Any = Redis(connection_pool=commands)
         self.reads: Any = Redis(connection_pool=reads)
         for client in (self._commands, self.reads):

@@ -308,10 +308,11 @@ async def test_wrong_types_are_refused_by_name(site: Site, field: str) -> None:
 
 
 async def test_a_model_that_is_not_served_is_404(site: Site) -> None:
-    """Another model's name should be a 404 with OpenAI's code, whatever it spells."""
+    """Another model's name should be a 404 with OpenAI's code that names what is served, whatever it spells."""
     for name in ("gpt-4", "../../etc/passwd", "tiny%2f", "x" * 500):
         status, answer = await site.post(COMPLETIONS, {"prompt": "hi", "model": name})
         assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        assert answer["error"]["message"].endswith("is not served here; served: tiny")
 
 
 async def test_nothing_serves_is_503(make_site: SiteMaker) -> None:
