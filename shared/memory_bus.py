@@ -98,7 +98,11 @@ class MemoryBus:
     async def stop_choice(self, request_id: RequestId, choice: int, index: int) -> bool:
         return self.steps.stop_choice(request_id, choice, index)
 
-    async def end(self, request_id: RequestId, reason: str, error_kind: str = "", error_message: str = "") -> bool:
+    async def end(
+        self, request_id: RequestId, reason: str, error_kind: str = "", error_message: str = "", *, token: str = ""
+    ) -> bool:
+        if token:
+            self.steps.require_lead(token)
         ended = RequestEnded(request_id=request_id, reason=reason, error_kind=error_kind, error_message=error_message)
         return self.steps.end(ended)
 
