@@ -99,4 +99,4 @@ async def _give_claim_back(bus: Bus, place: Place) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.exit_now(main())
