@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from shared import dead_letters, keys, wire
 from shared.bus import (
@@ -249,10 +249,7 @@ class MemoryBus:
         messages: list[tuple[EntryId, M]] = []
         for entry in entries:
             try:
-                message = wire.decode_any(entry.data)
-                if not isinstance(message, kinds):
-                    raise WireError(f"a {type(message).__name__} does not belong here")
-                messages.append((entry.id, cast(M, message)))
+                messages.append((entry.id, wire.decode(entry.data, *kinds)))
             except WireError as error:
                 await self.bury(source, entry.data, str(error))
                 await self._fail_named(entry)

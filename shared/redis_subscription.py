@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 from typing import Any
 
-from shared import keys
+from shared import keys, wire
 from shared.bus import ChannelMessage, Subscribed
 from shared.errors import BusError, WireError
 from shared.ids import GatewayId
-from shared.publications import decode_publication
+from shared.messages import RequestEnded, TokenChunk
 from shared.redis_link import COMMAND_TIMEOUT_S, RedisLink
 from shared.redis_streams import RedisStreams
 
@@ -107,7 +107,7 @@ class RedisSubscription:
 
     async def _decode(self, data: bytes) -> list[ChannelMessage] | None:
         try:
-            return decode_publication(data)
+            return wire.decode_batch(data, TokenChunk, RequestEnded)
         except WireError as error:
             with contextlib.suppress(BusError):  # it is logged too, and what it told is found in the token log
                 await self._streams.bury(self._channel, data, str(error))
