@@ -45,3 +45,5 @@ class Gateway:
 GATEWAY = web.AppKey("gateway", Gateway)
 TENANT = web.RequestKey("tenant", str)
 """Where the middleware leaves a request's tenant."""
+REQUEST_ID = web.RequestKey("request_id", str)
+"""Where a handler leaves the id that it gave, for log lines."""

@@ -32,7 +32,7 @@ from shared.bus import (
 )
 from shared.errors import WireError
 from shared.failpoints import failpoint
-from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId
+from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId, worker_name
 from shared.messages import (
     AbortRequest,
     PreemptRequest,
@@ -115,8 +115,10 @@ class RedisBus:
     async def stop_choice(self, request_id: RequestId, choice: int, index: int) -> bool:
         return bool(await self._link.run(scripts.STOP_CHOICE, request_id, choice, index))
 
-    async def end(self, request_id: RequestId, reason: str, error_kind: str = "", error_message: str = "") -> bool:
-        return bool(await self._link.run(scripts.END, request_id, reason, error_kind, error_message))
+    async def end(
+        self, request_id: RequestId, reason: str, error_kind: str = "", error_message: str = "", *, token: str = ""
+    ) -> bool:
+        return bool(await self._link.run(scripts.END, request_id, reason, error_kind, error_message, token))
 
     # LeaderOps
 
@@ -188,7 +190,7 @@ class RedisBus:
     # WorkerOps
 
     async def hello(self, message: WorkerHello) -> None:
-        await self._link.run(scripts.HELLO, message.worker_id, wire.encode(message))
+        await self._link.run(scripts.HELLO, message.worker_id, worker_name(message.worker_id), wire.encode(message))
 
     async def bye(self, worker_id: WorkerId) -> None:
         await self._link.run(scripts.BYE, worker_id)
@@ -226,8 +228,7 @@ class RedisBus:
         await self._link.call("XADD", keys.REPORTS, *entry)
 
     async def claim_device(self, worker_id: WorkerId, device_ids: Sequence[str]) -> str | None:
-        name = worker_id.rpartition(":")[0]
-        device = await self._link.run(scripts.CLAIM_DEVICE, worker_id, name, *device_ids)
+        device = await self._link.run(scripts.CLAIM_DEVICE, worker_id, worker_name(worker_id), *device_ids)
         return None if device is None else str(device.decode())
 
     async def read_workers(self) -> list[WorkerPulse]:

@@ -172,6 +172,10 @@ end
 """
 
 WORKER_GONE = """
+local function is_named(worker, name)
+  return string.match(worker, '^(.*):') == name
+end
+
 local function forget_worker(worker)
   redis.call('HDEL', WORKERS, 'hello:' .. worker, 'beat:' .. worker, 'steps:' .. worker, 'held:' .. worker,
       'suspect:' .. worker)
@@ -180,6 +184,27 @@ local function forget_worker(worker)
   for i = 1, #claims, 2 do
     if claims[i + 1] == worker then redis.call('HDEL', DEVICES, claims[i]) end
   end
+end
+
+-- Forgets a worker that has died, queues again what it owned and counts its crash; the requests.
+local function requeue_all(worker)
+  local suspect = redis.call('HGET', WORKERS, 'suspect:' .. worker)
+  local queued = {}
+  for _, id in ipairs(redis.call('SMEMBERS', LIVE)) do
+    local key = REQ .. id
+    local r = redis.call('HMGET', key, 'state', 'owner', 'crashes')
+    if r[1] == 'running' and r[2] == worker then
+      queue_again(key)
+      if suspect == id then
+        redis.call('HINCRBY', key, 'crashes', 1)
+      elseif not suspect and r[3] == '0' then
+        redis.call('HSET', key, 'crashes', 1)
+      end
+      queued[#queued + 1] = id
+    end
+  end
+  forget_worker(worker)
+  return queued
 end
 """
 

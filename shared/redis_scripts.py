@@ -90,10 +90,12 @@ return drop_listeners(key, listeners, ARGV[2], ARGV[3])
 )
 
 END = script(
+    lua.LEADER,
     lua.RECORDS,
     lua.TELL,
     lua.END,
     """
+if ARGV[5] ~= '' and not leads(ARGV[5]) then return NOT_LEADER end
 local boxes = {}
 local won = end_request(boxes, ARGV[1], ARGV[2], ARGV[3], ARGV[4], true)
 publish(boxes)
@@ -204,25 +206,8 @@ REQUEUE = script(
     lua.WORKER_GONE,
     """
 if not leads(ARGV[1]) then return NOT_LEADER end
-local worker = ARGV[2]
 write_when_full()
-local suspect = redis.call('HGET', WORKERS, 'suspect:' .. worker)
-local queued = {}
-for _, id in ipairs(redis.call('SMEMBERS', LIVE)) do
-  local key = REQ .. id
-  local r = redis.call('HMGET', key, 'state', 'owner', 'crashes')
-  if r[1] == 'running' and r[2] == worker then
-    queue_again(key)
-    if suspect == id then
-      redis.call('HINCRBY', key, 'crashes', 1)
-    elseif not suspect and r[3] == '0' then
-      redis.call('HSET', key, 'crashes', 1)
-    end
-    queued[#queued + 1] = id
-  end
-end
-forget_worker(worker)
-return queued
+return requeue_all(ARGV[2])
 """,
 )
 
@@ -256,11 +241,18 @@ return orphans
 )
 
 HELLO = script(
+    lua.RECORDS,
+    lua.WORKER_GONE,
     """
-redis.call('HSET', WORKERS, 'hello:' .. ARGV[1], ARGV[2])
-redis.call('HSETNX', WORKERS, 'beat:' .. ARGV[1], 0)
+local worker, name, hello = ARGV[1], ARGV[2], ARGV[3]
+redis.call('HSET', WORKERS, 'hello:' .. worker, hello)
+redis.call('HSETNX', WORKERS, 'beat:' .. worker, 0)
+for _, field in ipairs(redis.call('HKEYS', WORKERS)) do
+  local other = string.match(field, '^hello:(.*)$')
+  if other and other ~= worker and is_named(other, name) then requeue_all(other) end
+end
 return 1
-"""
+""",
 )
 
 BYE = script(
@@ -364,13 +356,14 @@ return redis.call('HSET', WORKERS, 'suspect:' .. ARGV[1], ARGV[2])
 
 CLAIM_DEVICE = script(
     lua.RECORDS,
+    lua.WORKER_GONE,
     """
 local worker, name = ARGV[1], ARGV[2]
 local free
 for i = 3, #ARGV do
   local holder = redis.call('HGET', DEVICES, ARGV[i])
   if holder == worker then return ARGV[i] end
-  local is_free = not holder or (string.match(holder, '^(.*):') == name and not is_known_worker(holder))
+  local is_free = not holder or (is_named(holder, name) and not is_known_worker(holder))
   free = free or (is_free and ARGV[i])
 end
 if free then redis.call('HSET', DEVICES, free, worker) end

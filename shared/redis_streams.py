@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from shared import keys, wire
 from shared.dead_letters import MAX_BURIED_BYTES, named_request
@@ -98,10 +98,7 @@ class RedisStreams:
         for entry in entries:
             data = entry.fields.get(b"d", b"")
             try:
-                message = wire.decode_any(data)
-                if not isinstance(message, kinds):
-                    raise WireError(f"a {type(message).__name__} does not belong here")
-                messages.append((entry.id, cast(M, message)))
+                messages.append((entry.id, wire.decode(data, *kinds)))
             except WireError as error:
                 await self._remove(stream, entry, data, str(error))
         return messages

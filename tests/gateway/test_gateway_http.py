@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gateway import limits
 from gateway.auth import KeyRing
 from shared.errors import Unauthorized
 from tests.gateway.conftest import TEXT, Site, SiteMaker
@@ -78,6 +79,17 @@ async def test_a_slow_body_is_408(make_site: SiteMaker) -> None:
     site = await make_site(body_timeout_s=0.2)
     answer = await raw(site, head(COMPLETIONS, "Content-Length: 100") + b"{")
     assert answer.startswith(b"HTTP/1.1 408")
+    await site.check_alive()
+
+
+@pytest.mark.parametrize("data", [b"", head(COMPLETIONS)[:-2]])
+async def test_headers_that_do_not_come_end_the_connection(
+    make_site: SiteMaker, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    """A client that sends nothing, or no end of its headers, should not hold a connection."""
+    monkeypatch.setattr(limits, "IDLE_TIMEOUT_S", 0.2)
+    site = await make_site()
+    assert await raw(site, data) == b""
     await site.check_alive()
 
 
