@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from shared.errors import BusRefused, BusUnavailable, ConfigError, LeaderLost
+from shared.errors import BusBroken, BusRefused, BusUnavailable, ConfigError, LeaderLost
 from shared.redis_lua import NOT_LEADER, Script
 
 Argument = bytes | str | int | float
@@ -119,4 +119,4 @@ async def _our_errors() -> AsyncIterator[None]:
         absences = (exceptions.ReadOnlyError, exceptions.ClusterDownError, exceptions.TryAgainError)
         if isinstance(error, absences) or words & _ABSENCES:
             raise BusUnavailable(f"Redis: {text}") from error
-        raise
+        raise BusBroken(f"Redis: {text}") from error

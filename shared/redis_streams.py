@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from shared import keys, wire
 from shared.dead_letters import MAX_BURIED_BYTES, named_request
-from shared.errors import BusUnavailable, WireError
+from shared.errors import BusBroken, BusUnavailable, WireError
 from shared.ids import EntryId, RequestId
 from shared.logs import get_log
 from shared.redis_link import MAX_BLOCK_MS, RedisLink
@@ -78,18 +78,16 @@ class RedisStreams:
         )
 
     async def _with_group(self, stream: str, read: Callable[[], Awaitable[Any]]) -> Any:
-        from redis.exceptions import ResponseError
-
         for _ in range(GROUP_ATTEMPTS):
             try:
                 return await read()
-            except ResponseError as error:
-                if not str(error).startswith("NOGROUP"):
+            except BusBroken as error:
+                if "NOGROUP" not in str(error):
                     raise
             try:
                 await self._link.call("XGROUP", "CREATE", stream, keys.SUBMIT_GROUP, "0", "MKSTREAM")
-            except ResponseError as error:
-                if not str(error).startswith("BUSYGROUP"):  # another scheduler was faster
+            except BusBroken as error:
+                if "BUSYGROUP" not in str(error):  # another scheduler was faster
                     raise
         raise BusUnavailable(f"the consumer group of {stream} is lost again and again")
 
