@@ -29,6 +29,10 @@ MAX_DEPTH = 128
 MAX_UNKNOWN_FIELDS = 32
 MAX_UNKNOWN_DEPTH = 32
 
+FREE_BODY_BYTES = 64 * 1024
+MAX_LARGE_BODIES = 8
+"""Bodies of the largest size that a gateway holds at once (`body_budget.py`); beyond it the answer is 503."""
+
 MAX_PROMPT_BYTES = 4 * 1024 * 1024
 """Text longer than this is never tokenized, whatever the model's context is."""
 

@@ -7,6 +7,7 @@ at it; removal comes last, so a crash in between only buries it twice.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -70,12 +71,14 @@ class RedisStreams:
                 return await self._decode(stream, entries, kinds)
 
     async def bury(self, source: str, data: bytes, why: str) -> None:
-        """Put bytes that nobody can read into `dead`."""
+        """Put bytes that nobody can read into `dead`; where `dead` is no stream they are only logged, since a message
+        that can be neither read nor buried would hold up all that come after it."""
         log.warning("message.buried", source=source, size=len(data), why=why)
         kept = data[:MAX_BURIED_BYTES]
-        await self._link.call(
-            "XADD", keys.DEAD, "MAXLEN", "~", keys.DEAD_CAP, "*", "source", source, "d", kept, "why", why
-        )
+        with contextlib.suppress(BusBroken):
+            await self._link.call(
+                "XADD", keys.DEAD, "MAXLEN", "~", keys.DEAD_CAP, "*", "source", source, "d", kept, "why", why
+            )
 
     async def _with_group(self, stream: str, read: Callable[[], Awaitable[Any]]) -> Any:
         for _ in range(GROUP_ATTEMPTS):
