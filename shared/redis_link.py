@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from shared.errors import BusRefused, BusUnavailable, ConfigError, LeaderLost
+from shared.errors import BusBroken, BusRefused, BusUnavailable, ConfigError, LeaderLost
 from shared.redis_lua import NOT_LEADER, Script
 
 Argument = bytes | str | int | float
@@ -102,4 +102,4 @@ async def _our_errors(timeout_s: float) -> AsyncIterator[None]:
         absences = (exceptions.ReadOnlyError, exceptions.ClusterDownError, exceptions.TryAgainError)
         if isinstance(error, absences) or words & _ABSENCES:
             raise BusUnavailable(f"Redis: {text}") from error
-        raise
+        raise BusBroken(f"Redis: {text}") from error
