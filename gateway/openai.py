@@ -143,8 +143,8 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """The JSON object in a request's body.
 
     Raises:
-        InvalidRequest: not UTF-8, not JSON (NaN, infinities and numbers beyond a double included), nested too deep to be
-            written again, or not an object.
+        InvalidRequest: not UTF-8, not JSON (NaN, infinities and numbers beyond a double included), nested too deep to
+            be written again, or not an object.
     """
     try:
         value = orjson.loads(data)
