@@ -140,6 +140,10 @@ def open_request(message: RunRequest, record: RequestRecord, body: RequestBody, 
             if isinstance(entry, FinishEntry):
                 raise WireError(f"choice {entry.choice} is open and has a finish entry")
             entries[entry.choice].append(entry)
+    if not entries:
+        raise WireError("every choice is closed, and the request is not")
+    if any(len(logged) != record.choices[c].num_entries for c, logged in entries.items()):
+        raise WireError("the log holds other lengths than the record")
     held = Held(message.request_id, message.attempt, message.rank, is_suspect=message.crashes > 0)
     for choice, logged in entries.items():
         prompt_len = len(body.prompts[choice // body.n])

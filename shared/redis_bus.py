@@ -159,7 +159,7 @@ class RedisBus:
             rows = await self._link.run(scripts.LOAD_RECORDS, *names)
             for name, row in zip(names, rows, strict=True):
                 try:
-                    records.append(None if row is None else parse_record(row))
+                    records.append(None if row is None else parse_record(name, row))
                 except WireError as error:
                     await self._bury_record(name, row[0] or b"", str(error))
                     records.append(None)

@@ -41,8 +41,8 @@ local function write_when_full()
 end
 
 local function whole(text, otherwise)
-  local n = tonumber(text)
-  return n and n == math.floor(n) and n >= 0 and n < 2 ^ 53 and n or otherwise
+  local n = type(text) == 'string' and string.match(text, '^%d+$') and tonumber(text)
+  return n and n < 2 ^ 53 and n or otherwise
 end
 
 local function num_choices(text)
@@ -175,7 +175,11 @@ local function end_request(boxes, id, reason, kind, message, abort)
   local key = REQ .. id
   local r = redis.pcall('HMGET', key, 'state', 'owner', 'listeners', 'idem', 'choices', 'reserved', 'ttl_ms',
       'prompt_tokens')
-  if not leave_live(id, r[6]) or not r[1] then return false end
+  if not leave_live(id, r[6]) then return false end
+  if not r[1] then
+    redis.call('PEXPIRE', key, DEFAULT_TTL_MS)
+    return false
+  end
   local completion, ttl_ms = count_tokens(key, num_choices(r[5])), whole(r[7], DEFAULT_TTL_MS)
   redis.call('HSET', key, 'state', 'ended', 'reason', reason, 'completion_tokens', completion, 'error_kind', kind,
       'error_message', message)
@@ -186,7 +190,7 @@ local function end_request(boxes, id, reason, kind, message, abort)
       completion_tokens = completion, error_kind = kind, error_message = message})
   tell(boxes, r[3], ended)
   redis.call('XADD', REPORTS, 'MAXLEN', '~', REPORTS_CAP, '*', 'id', id, 'd', ended)
-  if abort and r[1] == 'running' and is_known_worker(r[2]) then
+  if abort and r[1] == 'running' and r[2] and is_known_worker(r[2]) then
     post(r[2], id, {t = 'abort', request_id = id})
   end
   return true

@@ -9,7 +9,7 @@ import msgspec
 from shared import keys, wire
 from shared.bus import BusLimits, ChoiceState, NewRequest, RequestRecord, RequestState
 from shared.errors import WireError
-from shared.ids import WorkerId
+from shared.ids import RequestId, WorkerId
 from shared.messages import RequestEnded, SubmitRequest
 from shared.redis_link import Argument
 from shared.redis_scripts import RECORD_REPLY_FIELDS
@@ -41,15 +41,23 @@ def submit_arguments(request: NewRequest, limits: BusLimits, memory_high: str) -
     ]
 
 
-def parse_record(row: list[Any]) -> RequestRecord:
-    """The record in one row of the load script's reply. Raises `WireError` when the record is not readable."""
+def parse_record(request_id: RequestId, row: list[Any]) -> RequestRecord:
+    """The record of `request_id` in one row of the load script's reply.
+
+    Raises:
+        WireError: it is not readable, or contradicts itself.
+    """
     fields = dict(zip(RECORD_REPLY_FIELDS, row, strict=False))
     choices = row[len(RECORD_REPLY_FIELDS) :]
     try:
         summary = wire.decode(fields["summary"], SubmitRequest)
-        if 3 * summary.num_choices != len(choices):
-            raise ValueError(f"{summary.num_choices} choices submitted, {len(choices) // 3} stored")
         state = RequestState(fields["state"].decode())
+        if (summary.request_id, 3 * summary.num_choices) != (request_id, len(choices)):
+            raise ValueError(f"{request_id} with {len(choices) // 3} choices is not what was submitted")
+        if (state is RequestState.RUNNING and not fields["owner"]) or (
+            state is RequestState.QUEUED and fields["owner"]
+        ):
+            raise ValueError(f"{state} with owner {fields['owner']!r}")
         milliseconds, _, sequence = fields["order"].decode().partition("-")
         return RequestRecord(
             summary=summary,

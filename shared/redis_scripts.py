@@ -62,7 +62,7 @@ for i, id in ipairs(ARGV) do
     local r, n = redis.call('HMGET', REQ .. id, 'len:' .. c, 'stop:' .. c, 'fin:' .. c), #FIELDS + 3 * c
     row[n + 1], row[n + 2], row[n + 3] = r[1], r[2], r[3]
   end
-  rows[i] = row[1] and row
+  rows[i] = row[1] and row or false
 end
 return rows
 """,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from scheduler_svc import decisions as d
 from scheduler_svc.policy.liveness import Watch
 from scheduler_svc.policy.scheduler import PolicyConfig
@@ -153,3 +157,22 @@ def test_a_dead_gateway_is_removed_and_its_orphans_get_time() -> None:
     assert cell.observe(orphan) == []
     cell.now += 2
     assert [d.Abort(request_id=RequestId("a"), reason="cancelled")] == cell.observe(orphan)
+
+
+IMPOSSIBLE: tuple[dict[str, Any], ...] = (
+    {"last_inbox_id": "abc"},
+    {"last_inbox_id": "1-x"},
+    {"free_blocks": -1},
+    {"free_blocks": 10**9},
+    {"num_steps": -5},
+    {"held": (held("a", blocks=-1, tokens=5),)},
+)
+
+
+@pytest.mark.parametrize("lie", IMPOSSIBLE)
+def test_an_impossible_report_changes_nothing(lie: dict[str, Any]) -> None:
+    """What no worker with that hello could report should neither raise, nor be planned with, nor hide true reports."""
+    cell = PolicyCell()
+    cell.join("w")
+    assert cell.report("w", **lie) == []
+    assert dispatched(cell.observe(make_record("a"))) == [("a", "w")]

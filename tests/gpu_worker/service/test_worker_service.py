@@ -380,3 +380,21 @@ async def test_prefill_failpoint_should_know_the_prompt(cell: Cell) -> None:
     record = await cell.wait_for_state(bad, RequestState.ENDED)
     assert record.ended is not None
     assert record.ended.reason == "failed"
+
+
+@pytest.mark.parametrize("spoil", ["n", "prompts", "log"])
+async def test_a_stored_request_that_contradicts_itself_fails_alone(cell: Cell, spoil: str) -> None:
+    """A body or log that does not fit the record should end that request, and neither the worker nor the others."""
+    worker = await cell.start_worker()
+    request_id = await cell.submit()
+    stored = memory(cell).steps.records[request_id]
+    if spoil == "log":
+        stored.log += b"\x92\x00\x05"
+    else:
+        changes = {"n": {"n": 0}, "prompts": {"prompts": ()}}[spoil]
+        stored.body = replace(stored.body, **changes)  # type: ignore[arg-type]
+    await cell.dispatch(request_id, worker)
+    record = await cell.wait_for_state(request_id, RequestState.ENDED)
+    assert record.ended is not None
+    assert (record.ended.reason, record.ended.error_kind) == ("failed", "internal_error")
+    await cell.assert_as_solo(await cell.run(worker, (1, 2, 3)))
