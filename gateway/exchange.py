@@ -125,7 +125,7 @@ class Exchange:
         if self._started is None:
             raise error
         shown = error if isinstance(error, RequestError) else RequestFailed("internal error")
-        _log.warning("stream_failed", request_id=self._delivery.request_id, code=shown.code)
+        _log.warning("stream.failed", request_id=self._delivery.request_id, code=shown.code)
         try:
             async with asyncio.timeout(LAST_WRITE_S):
                 await self._started.write(error_frame(shown))

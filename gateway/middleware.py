@@ -35,7 +35,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception:
         gateway.metrics.crashes.inc()
         request_id = request.get(REQUEST_ID, "")
-        _log.error("handler_failed", exc_info=True, method=request.method, request_id=request_id)
+        _log.error("handler.failed", exc_info=True, method=request.method, request_id=request_id)
         return error_response(RequestFailed("internal error"))
 
 

@@ -192,5 +192,5 @@ class Listener:
         self._is_woken.clear()
 
     async def _pause(self, error: BusError) -> None:
-        _log.debug("read_retried", request_id=self.request_id, error=error)
+        _log.recurring("read.failed", request_id=self.request_id, error=error)
         await asyncio.sleep(RETRY_S)

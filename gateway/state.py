@@ -8,6 +8,7 @@ from aiohttp import web
 
 from gateway.auth import KeyRing
 from gateway.background import Background
+from gateway.body_budget import BodyBudget
 from gateway.cell import CellView
 from gateway.detokenize import TokenText
 from gateway.drain import Drain
@@ -32,6 +33,7 @@ class Gateway:
     model_names: tuple[str, ...]
     started_at: int
     keys: KeyRing
+    bodies: BodyBudget
     desk: IntakeDesk
     token_text: TokenText
     relay: Relay

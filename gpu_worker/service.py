@@ -122,7 +122,7 @@ class WorkerService:
             await self._leave(mine)
             is_over = True
         except DeclaredDead:
-            _log.warning("declared dead, starting over", worker_id=worker_id)
+            _log.warning("worker.restarting", worker=worker_id, why="declared dead")
         finally:
             await asyncio.to_thread(mine.thread.stop)
             engine.clear()
@@ -157,16 +157,16 @@ class WorkerService:
                     await self._bus.claim_device(mine.worker_id, [self._place.device_id])
                 await self._bus.hello(self._describe(mine.worker_id))
             except BusError as error:
-                _log.warning("hello failed", error=str(error))
+                _log.recurring("hello.failed", error=error)
                 await asyncio.sleep(RETRY_S)
             else:
-                _log.info("worker ready", worker_id=mine.worker_id)
+                _log.info("worker.ready", worker=mine.worker_id)
                 return
 
     async def _drain(self, mine: Incarnation) -> None:
         """Finish what can be finished in time, give the rest back; nothing new is taken meanwhile."""
         drain_s = self._config.process.drain_s
-        _log.info("draining", held=len(mine.ledger), at_most_s=drain_s)
+        _log.info("worker.draining", held=len(mine.ledger), at_most_s=drain_s)
         mine.is_draining = True
         mine.report_due.set()
         if await _is_set_within(mine.emptied, drain_s):
@@ -182,14 +182,14 @@ class WorkerService:
     async def _leave(self, mine: Incarnation) -> None:
         """Bye, if it can be said: a worker that still holds something is better found dead and its requests moved."""
         if mine.ledger:
-            _log.warning("leaving with requests in hand", held=len(mine.ledger))
+            _log.warning("requests.abandoned", held=len(mine.ledger))
             return
         try:
             async with asyncio.timeout(BYE_S):
                 await self._bus.bye(mine.worker_id)
         except (BusError, TimeoutError) as error:
-            _log.warning("bye failed", error=str(error))
-        _log.info("worker left", worker_id=mine.worker_id)
+            _log.warning("bye.failed", error=error)
+        _log.info("worker.left", worker=mine.worker_id)
 
     def _make_engine(self) -> Engine:
         limits = self._config.engine

@@ -92,7 +92,7 @@ class SchedulerService:
                 log.warning("leader.lost")
                 self._token = new_leader_token()
             except* BusError as errors:
-                log.warning("bus.unavailable", error=_first(errors), retry_s=back_off_s)
+                log.recurring("bus.lost", error=_first(errors), retry_s=back_off_s)
             except* Exception as errors:
                 self._metrics.errors.inc()
                 log.error("term.failed", exc_info=True, error=_first(errors), retry_s=back_off_s)

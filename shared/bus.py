@@ -7,7 +7,7 @@ machines without Redis. Both pass `tests/contract`. The rules behind each method
 * a write that depends on a role carries its proof: the leader token, or (worker incarnation, attempt);
 * every method is idempotent: a caller that lost the reply calls again.
 
-Any method raises `BusUnavailable` (the effect may have happened) or `BusRefused` (it has not).
+Any method raises `BusUnavailable` (the effect may have happened), `BusRefused` (it has not) or `BusBroken`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from shared.errors import BusRefused, BusUnavailable, ConfigError, LeaderLost
+from shared.errors import BusBroken, BusRefused, BusUnavailable, ConfigError, LeaderLost
 from shared.redis_lua import NOT_LEADER, Script
 
 Argument = bytes | str | int | float
@@ -48,7 +48,7 @@ class RedisLink:
             reads = ConnectionPool.from_url(url, **options)
         except ValueError:
             forms = "redis://[:password@]host:port/db, rediss://... or unix:///path"
-            raise ConfigError(f"redis_url: no address of a Redis; use {forms}") from None
+            raise ConfigError(f"--redis-url: no address of a Redis; use {forms}") from None
         self._commands: Any = Redis(connection_pool=commands)
         self.reads: Any = Redis(connection_pool=reads)
         for client in (self._commands, self.reads):
@@ -102,4 +102,4 @@ async def _our_errors(timeout_s: float) -> AsyncIterator[None]:
         absences = (exceptions.ReadOnlyError, exceptions.ClusterDownError, exceptions.TryAgainError)
         if isinstance(error, absences) or words & _ABSENCES:
             raise BusUnavailable(f"Redis: {text}") from error
-        raise
+        raise BusBroken(f"Redis: {text}") from error

@@ -13,7 +13,8 @@ RECORD_REPLY_FIELDS = (
     "summary", "state", "order", "attempt", "owner", "listeners", "orphan_ttl_s", "preemptions", "crashes", "choices",
     "reason", "prompt_tokens", "completion_tokens", "error_kind", "error_message",
 )  # fmt: skip
-"""What `LOAD_RECORDS` answers first; then length, stop index and finish of each choice."""
+"""What `LOAD_RECORDS` answers first; then length, stop index and finish of each choice. What has no record, or one that
+is none, is not live."""
 
 
 SUBMIT = script(
@@ -33,7 +34,7 @@ if memory_high ~= '' then return {'full', id, memory_high} end
 if redis.call('SCARD', LIVE) >= max_requests then
   return {'full', id, 'live requests: at most ' .. max_requests}
 end
-if tonumber(redis.call('GET', LIVE_TOKENS) or '0') + tonumber(reserved) > max_tokens then
+if whole(redis.call('GET', LIVE_TOKENS), 0) + tonumber(reserved) > max_tokens then
   return {'full', id, 'tokens of live requests: at most ' .. max_tokens}
 end
 local order = redis.call('XADD', SUBMIT, '*', 'id', id, 'd', summary)
@@ -41,7 +42,7 @@ redis.call('HSET', REQ .. id, 'summary', summary, 'body', body, 'state', 'queued
     'owner', '', 'listeners', listeners, 'orphan_ttl_s', orphan_ttl_s, 'choices', choices, 'open', choices, 'reserved',
     reserved, 'ttl_ms', ttl_ms, 'preemptions', 0, 'crashes', 0, 'idem', idem, 'prompt_tokens', prompt_tokens)
 redis.call('SADD', LIVE, id)
-redis.call('INCRBY', LIVE_TOKENS, reserved)
+reserve(reserved)
 if idem ~= '' then redis.call('SET', idem, id .. ' ' .. body_hash) end
 return {'new', id, ''}
 """
@@ -52,8 +53,12 @@ LOAD_RECORDS = script(
     """
 local rows = {}
 for i, id in ipairs(ARGV) do
-  local row = redis.call('HMGET', REQ .. id, unpack(FIELDS))
-  for c = 0, row[1] and tonumber(row[10]) - 1 or -1 do
+  local row = redis.pcall('HMGET', REQ .. id, unpack(FIELDS))
+  if not row[1] then
+    leave_live(id, '0')
+    redis.call('DEL', REQ .. id, LOG .. id)
+  end
+  for c = 0, row[1] and num_choices(row[10]) - 1 or -1 do
     local r, n = redis.call('HMGET', REQ .. id, 'len:' .. c, 'stop:' .. c, 'fin:' .. c), #FIELDS + 3 * c
     row[n + 1], row[n + 2], row[n + 3] = r[1], r[2], r[3]
   end
@@ -129,10 +134,10 @@ TAKE_LEAD = script(
 local token, seen_token, seen_beat = ARGV[1], ARGV[2], ARGV[3]
 local r = redis.call('HMGET', LEADER, 'token', 'beat')
 if r[1] == token then return 1 end
-if (r[1] or '') ~= seen_token or (r[2] or '0') ~= seen_beat then return 0 end
+if (r[1] or '') ~= seen_token or whole(r[2], 0) ~= tonumber(seen_beat) then return 0 end
 write_when_full()
 redis.call('HSET', LEADER, 'token', token)
-redis.call('HINCRBY', LEADER, 'beat', 1)
+raise(LEADER, 'beat')
 return 1
 """
 )
@@ -142,7 +147,7 @@ RAISE_LEAD = script(
     """
 if not leads(ARGV[1]) then return NOT_LEADER end
 write_when_full()
-return redis.call('HINCRBY', LEADER, 'beat', 1)
+return raise(LEADER, 'beat')
 """,
 )
 
@@ -316,7 +321,7 @@ local worker, steps, held = ARGV[1], ARGV[2], cmsgpack.unpack(ARGV[3])
 local is_known, answers = is_known_worker(worker), {}
 if is_known then
   write_when_full()
-  redis.call('HINCRBY', WORKERS, 'beat:' .. worker, 1)
+  raise(WORKERS, 'beat:' .. worker)
   redis.call('HSET', WORKERS, 'steps:' .. worker, steps, 'held:' .. worker, #held)
 end
 for i, item in ipairs(held) do
@@ -376,6 +381,6 @@ say hello is free. Other claims go with their worker (requeue, bye)."""
 GATEWAY_BEAT = script(
     """
 write_when_full()
-return redis.call('HINCRBY', GATEWAYS, 'beat:' .. ARGV[1], 1)
+return raise(GATEWAYS, 'beat:' .. ARGV[1])
 """
 )

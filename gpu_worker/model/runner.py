@@ -14,7 +14,6 @@ from gpu_worker.model.config import CheckpointConfig, read_config
 from gpu_worker.model.inputs import StepCapacity, StepInputs
 from gpu_worker.model.kv_layout import KvCache, KvLayout
 from gpu_worker.model.kv_memory import KvNeed, KvSize, cpu_default_bytes, cuda_bytes, size_kv
-from gpu_worker.model.layers import StepContext
 from gpu_worker.model.llama import Llama, load_llama
 from gpu_worker.model.loader import Checkpoint, fingerprint
 from gpu_worker.model.qwen2 import load_qwen2
@@ -95,12 +94,10 @@ class TorchRunner:
 
     def compute_logits(self, plan: BatchPlan) -> torch.Tensor:
         """Write KV for all tokens of `plan`; raw logits [sampling chunks, model's vocabulary] float32."""
-        inputs = self._inputs
-        inputs.fill(plan)
-        step = StepContext(positions=inputs.positions, slots=inputs.slots, batch=inputs.batch, cache=self._cache)
+        self._inputs.fill(plan)
         with torch.inference_mode():
-            hidden = self._model.forward(inputs.token_ids, step)
-            return self._model.logits(hidden[inputs.wanted_rows])
+            hidden = self._model.forward(self._inputs, self._cache)
+            return self._model.logits(hidden[self._inputs.wanted_rows])
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has left the batch: free its sampling row."""
@@ -207,9 +204,9 @@ def _size_kv(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.dev
         available = cpu_default_bytes()
     size = size_kv(need, available, is_explicit=explicit is not None)
     if size.max_model_len < need.model_len:
-        log.warning("context lowered to what the KV cache holds", max_model_len=size.max_model_len,
+        log.warning("context.lowered", max_model_len=size.max_model_len,
                     model_allows=need.model_len, remedy="--kv-cache-memory-bytes")  # fmt: skip
-    log.info("KV cache", tokens=size.num_tokens, blocks=size.num_blocks, block_size=size.block_size,
+    log.info("cache.sized", tokens=size.num_tokens, blocks=size.num_blocks, block_size=size.block_size,
              mib=size.num_blocks * need.layout.block_bytes / 2**20, max_model_len=size.max_model_len,
              full_length_requests=size.num_full_requests)  # fmt: skip
     return size
@@ -231,11 +228,10 @@ def _profile(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.dev
     sequence.block_ids = list(range(num_blocks))
     inputs = StepInputs(_capacity(config, need.model_len), device)
     inputs.fill(BatchPlan((PlannedChunk(sequence, 0, tokens, is_sampling=True),)))
-    step = StepContext(positions=inputs.positions, slots=inputs.slots, batch=inputs.batch,
-                       cache=need.layout.allocate(num_blocks, device))  # fmt: skip
+    cache = need.layout.allocate(num_blocks, device)
     torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():
-        hidden = model.forward(inputs.token_ids, step)
+        hidden = model.forward(inputs, cache)
         model.logits(hidden[-config.engine.max_num_seqs :])
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
