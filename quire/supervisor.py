@@ -177,31 +177,38 @@ class Supervisor:
 
         child.restart_at = None
         child.started_at = time.monotonic()
-        child.process = subprocess.Popen(
-            child.spec.argv,
-            stdin=subprocess.DEVNULL,
-            env=dict(child.spec.environment),
-            process_group=0,
-            preexec_fn=in_child,  # noqa: PLW1509 - safe: this process has one thread, see the design note
-        )
-        self._on_change()
+        try:
+            child.process = subprocess.Popen(
+                child.spec.argv,
+                stdin=subprocess.DEVNULL,
+                env=dict(child.spec.environment),
+                process_group=0,
+                preexec_fn=in_child,  # noqa: PLW1509 - safe: this process has one thread, see the design note
+            )
+        except (OSError, subprocess.SubprocessError) as error:  # no memory, no process ids: another time there may be
+            self._plan_restart(child, f"could not be run: {error}")
+        else:
+            self._on_change()
 
     def _note_death(self, child: _Child) -> None:
         if child.process is None or child.process.poll() is None:
             return
         pid, code = child.process.pid, child.process.returncode
         _kill([child])
-        name, reason = child.spec.name, describe_exit(code)
-        lived_s = time.monotonic() - child.started_at
-        child.num_deaths += 1
         if not self.is_settled and code == CONFIG_EXIT_CODE:
-            raise StartFailed(f"{name} refused to start; its message is above", CONFIG_EXIT_CODE)
+            raise StartFailed(f"{child.spec.name} refused to start; its message is above", CONFIG_EXIT_CODE)
+        self._plan_restart(child, f"(pid {pid}) {describe_exit(code)}")
+
+    def _plan_restart(self, child: _Child, reason: str) -> None:
+        """One more death of `child`."""
+        name = child.spec.name
+        child.num_deaths += 1
         if not self.is_settled and child.num_deaths >= MAX_DEATHS_AT_START:
-            raise StartFailed(f"{name} cannot start ({reason}); its messages are above", 1)
-        if lived_s >= HEALTHY_AFTER_S:
+            raise StartFailed(f"{name} cannot start: {reason}; its messages are above", 1)
+        if time.monotonic() - child.started_at >= HEALTHY_AFTER_S:
             child.backoff_s = BACKOFF_FIRST_S
         child.restart_at = time.monotonic() + child.backoff_s
-        self._say(f"{name} (pid {pid}) {reason}; starting it again in {child.backoff_s:g} s")
+        self._say(f"{name} {reason}; starting it again in {child.backoff_s:g} s")
         child.backoff_s = min(2 * child.backoff_s, BACKOFF_MAX_S)
 
 

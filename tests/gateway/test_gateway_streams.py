@@ -311,6 +311,29 @@ async def test_a_stream_can_be_resumed_after_every_event(bus_site: Site) -> None
         assert (await site.get(f"/v1/streams/{unknown}"))[0] == 404
 
 
+async def test_a_resume_beyond_a_live_log_waits(site: Site) -> None:
+    """A resume that knows more than the log does should wait for the log, and give what comes after only."""
+    site.worker.pace.clear()
+    whole = asyncio.create_task(stream(site, COMPLETIONS, {"prompt": "hi", "max_tokens": 60}))
+
+    async def is_live() -> bool:
+        return bool(await site.bus.list_live())
+
+    await wait_until_async(is_live, description="the request is live")
+    (request_id,) = await site.bus.list_live()
+    url = f"{site.base_url}/v1/streams/{request_id}"
+    resumed = asyncio.create_task(follow(site.http, url, None, headers={"Last-Event-ID": "3.0"}))
+
+    async def has_joined() -> bool:
+        return site.app.gateway.relay.num_listeners == 2
+
+    await wait_until_async(has_joined, description="the resumed stream listens")
+    site.worker.pace.set()
+    expected, rest = (await whole).event_ids, (await resumed).event_ids
+    assert rest == [event_id for event_id in expected if event_id > (3, 0)]
+    assert rest
+
+
 async def test_an_idempotent_request_survives_its_client(bus_site: Site) -> None:
     """With Idempotency-Key the request should run on; the same POST gets the rest, another body a 409."""
     site = bus_site
@@ -351,13 +374,20 @@ class _LossySubscription:
 
 
 async def test_lost_publications_are_read_from_the_log(make_site: SiteMaker) -> None:
-    """Publications that never come, or come twice, should change nothing: the log is the truth."""
+    """Publications that never come, or come twice or late, should change nothing: the log is the truth."""
     number = 0
+    late: list[ChannelMessage] = []
 
     def distort(messages: list[ChannelMessage]) -> list[ChannelMessage]:
         nonlocal number
         number += 1
-        return [] if number % 3 == 0 else messages * (1 + number % 2)
+        if number % 5 == 0:
+            late.extend(messages)
+        if number % 5 == 0 or number % 3 == 0:
+            return []
+        found = messages * (1 + number % 2) + late
+        late.clear()
+        return found
 
     site = await make_site(bus=LossyBus(distort))
     records = await asyncio.gather(*(stream(site, COMPLETIONS, {"prompt": "hi", "max_tokens": 60}) for _ in range(5)))

@@ -87,6 +87,21 @@ def test_child_that_cannot_start_ends_the_start(signals: Signals) -> None:
     assert caught.value.exit_code == 1
 
 
+def test_child_that_cannot_be_run_is_tried_again(signals: Signals, tmp_path: Path) -> None:
+    """When the machine refuses to run a child, the others should live on, and it be run once that is possible."""
+    lines: list[str] = []
+    supervisor = Supervisor(signals, lines.append, lambda: None)
+    supervisor.is_settled = True
+    program = tmp_path / "program"
+    supervisor.start(ChildSpec(name="a", argv=(str(program),), environment=dict(os.environ)))
+    wait_for(supervisor, lambda: len(lines) >= 2, "two tries")
+    assert "could not be run: " in lines[0]
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o700)
+    wait_for(supervisor, lambda: "a" in supervisor.pids(), "a process")
+    supervisor.stop([], 0)
+
+
 def test_stop_goes_in_order_and_kills_what_does_not_end(signals: Signals, tmp_path: Path) -> None:
     """Groups should end one after another; a child that ignores SIGTERM should be killed after the grace time."""
     lines: list[str] = []

@@ -140,6 +140,19 @@ def test_a_held_request_of_an_older_attempt_is_not_ours() -> None:
     assert [x.attempt for x in decisions if isinstance(x, d.RequeueOne)] == [5]
 
 
+def test_a_gateway_that_said_goodbye_leaves_no_listeners() -> None:
+    """A drained gateway leaves the bus and not its records: its listeners should be removed after a lease, too."""
+    cell = PolicyCell()
+    cell.join("w")
+    cell.feed(d.GatewaysSeen(beats={GATEWAY: 1}))
+    removed: list[d.Decision] = []
+    for _ in range(8):
+        cell.now += 0.5
+        removed += cell.feed(d.GatewaysSeen(beats={}))
+        cell.observe(make_record("a"))
+    assert [d.RemoveGateway(gateway_id=GATEWAY)] == removed
+
+
 def test_a_dead_gateway_is_removed_and_its_orphans_get_time() -> None:
     """Its requests should run on for the orphan time, and end then as cancelled."""
     cell = PolicyCell(PolicyConfig(orphan_ttl_s=30.0))

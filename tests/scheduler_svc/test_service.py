@@ -12,7 +12,7 @@ from shared.bus import Bus, ReportMessage, RequestState
 from shared.errors import BusUnavailable
 from shared.ids import EntryId, RequestId, WorkerId
 from shared.memory_bus import MemoryBus
-from shared.messages import WorkerReport
+from shared.messages import RequestEnded, SubmitRequest, WorkerReport
 from tests.scheduler_svc.service_cell import ScriptedWorker, ServiceCell, service_cell
 from tests.waiting import wait_until_async
 
@@ -209,6 +209,36 @@ async def test_a_restarted_workers_requests_go_on_without_waiting_for_its_lease(
         second, _ = cell.start_worker("w:2")
         await cell.wait_for_attempt(second, request_id, 2)
         assert (await cell.record(request_id)).crashes == 1
+
+
+class Deaf(MemoryBus):
+    """Wake-ups never come, and reports of an end name another request."""
+
+    async def read_submits(self, consumer: str, count: int, block_ms: int) -> list[tuple[EntryId, SubmitRequest]]:
+        for entry_id, _ in await super().read_submits(consumer, count, block_ms):
+            await self.ack_submits([entry_id])
+        return []
+
+    async def read_reports(self, after: EntryId, count: int, block_ms: int) -> list[tuple[EntryId, ReportMessage]]:
+        entries = await super().read_reports(after, count, block_ms)
+        other = RequestEnded(request_id=RequestId("cmpl-other"), reason="finished")
+        return [(entry_id, other if isinstance(message, RequestEnded) else message) for entry_id, message in entries]
+
+
+async def test_lost_wake_ups_are_found_in_the_records() -> None:
+    """Streams are only wake-ups: what they never told should be found by the scan, in `live` and the records."""
+    async with service_cell(Deaf()) as cell:
+        _, _, metrics = cell.start_scheduler()
+        await wait_for_lead(metrics)
+        worker, _ = cell.start_worker("w:1")
+        request_id = await cell.submit()
+        await cell.wait_for_attempt(worker, request_id, 1)
+        await cell.bus.end(request_id, "cancelled")
+
+        async def is_forgotten() -> bool:
+            return value_of(metrics, "requests_running") == 0
+
+        await wait_until_async(is_forgotten, description="the end is seen")
 
 
 class FailsAsItIsCancelled(MemoryBus):
