@@ -30,7 +30,7 @@ serve: setup-local ## serve a model until Ctrl-C: MODEL=folder (default: SmolLM2
 	@exec $(BIN)/quire serve $(if $(MODEL),'$(MODEL)') $(ARGS)
 
 setup: setup-local ## prepare everything that `make serve` needs, the default model too
-	@$(BIN)/python -m quire.checkpoint '$(MODEL)'
+	@$(BIN)/python -m quire.checkpoint $(if $(MODEL),'$(MODEL)') $(ARGS)
 
 test: setup-dev ## all tests that are quick enough for every change (minutes)
 	@$(BIN)/python -m pytest -m "not slow" $(TESTS)

@@ -24,12 +24,12 @@ def main() -> int:
         if config.process.die_with_parent:
             die_with_parent()
         if not config.process.redis_url:
-            raise ConfigError("--redis-url: a gateway alone needs one (`quire serve` starts a private Redis)")
+            raise ConfigError("--redis-url: name a Redis (only `quire serve` starts one by itself)")
         logs.set_up("gateway", config.process.log_level)
         failpoints.arm(config.process.failpoints)
         uvloop.run(_serve(config))
     except ConfigError as error:
-        print(f"gateway: {error}", file=sys.stderr)
+        print(f"gateway: error: {error}", file=sys.stderr)
         return 2
     return 0
 
@@ -45,7 +45,8 @@ async def _serve(config: GatewayConfig) -> None:
         try:
             await app.start()
         except OSError as error:
-            raise ConfigError(f"--host {config.http.host} --port {config.http.port}: {error}") from None
+            reason = error.strerror or error
+            raise ConfigError(f"--host={config.http.host} --port={config.http.port}: {reason}") from None
         await stop.wait()
         await app.drain()
     finally:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from aiohttp import web
 
+from gateway import limits
 from gateway.auth import KeyRing
 from gateway.background import Background
+from gateway.body_budget import BodyBudget
 from gateway.cell import CellView
 from gateway.detokenize import TokenText
 from gateway.drain import Drain
@@ -65,16 +67,16 @@ class GatewayApp:
             async with asyncio.timeout(SUBSCRIBE_PATIENCE_S):
                 await gateway.relay.is_subscribed.wait()
         except TimeoutError:
-            _log.warning("bus_not_there_yet")
+            _log.warning("bus.awaited")
         port = await self._server.start()
-        _log.info("listening", host=self._config.http.host, port=port, gateway=gateway.gateway_id)
+        _log.info("gateway.listening", host=self._config.http.host, port=port, gateway=gateway.gateway_id)
         return port
 
     async def drain(self) -> None:
         """Refuse new work, let open responses go on for a while, then `close`."""
         gateway = self.gateway
         gateway.health.is_draining = True
-        _log.info("draining", open_responses=gateway.relay.num_listeners)
+        _log.info("gateway.draining", open_responses=gateway.relay.num_listeners)
         await gateway.drain.run(self._config.process.drain_s)
         await self.close()
 
@@ -91,7 +93,7 @@ class GatewayApp:
             async with asyncio.timeout(FAREWELL_S):
                 await self._bus.gateway_bye(self.gateway.gateway_id)
         except (BusError, TimeoutError) as error:
-            _log.warning("bye_failed", error=error)
+            _log.warning("bye.failed", error=error)
         self._pool.close()
 
     async def _beat(self) -> None:
@@ -108,16 +110,16 @@ async def _forever(name: str, step: Callable[[], Awaitable[None]], pause_s: floa
             await step()
             await asyncio.sleep(pause_s)
         except BusError as error:
-            _log.debug("loop_waits", loop=name, error=error)
+            _log.debug("loop.paused", loop=name, error=error)
             await asyncio.sleep(LOOP_RETRY_S)
         except Exception:
-            _log.error("loop_failed", exc_info=True, loop=name)
+            _log.error("loop.failed", exc_info=True, loop=name)
             await asyncio.sleep(LOOP_RETRY_S)
 
 
 def _make_gateway(config: GatewayConfig, bus: Bus, pool: TextPool) -> Gateway:
     if not config.model.model:
-        raise ConfigError("--model: name the model folder")
+        raise ConfigError("--model: name a model folder")
     if not all(config.http.api_key):
         raise ConfigError("--api-key: an empty key would let everybody in")
     folder = load_model_folder(Path(config.model.model))
@@ -137,6 +139,7 @@ def _make_gateway(config: GatewayConfig, bus: Bus, pool: TextPool) -> Gateway:
         model_names=names,
         started_at=unix_now(),
         keys=KeyRing(config.http.api_key),
+        bodies=BodyBudget(limits.MAX_LARGE_BODIES * config.http.max_body_bytes),
         desk=IntakeDesk(folder=folder, model_names=names, max_model_len=_max_model_len(config, folder), pool=pool),
         token_text=TokenText(folder),
         relay=Relay(bus, gateway_id),

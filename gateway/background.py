@@ -44,7 +44,7 @@ async def insist(step: Callable[[], Awaitable[Any]], *, request_id: str, timeout
                     await step()
                     return
                 except BusError as error:
-                    _log.warning("bus_retried", request_id=request_id, error=error)
+                    _log.recurring("write.failed", request_id=request_id, error=error)
                     await asyncio.sleep(RETRY_S)
     except TimeoutError:
-        _log.error("bus_gave_up", request_id=request_id)
+        _log.error("write.abandoned", request_id=request_id)

@@ -40,6 +40,7 @@ class HealthView:
         self._clock = clock
         self._settings = settings
         self._is_bus_up = False
+        self._is_bus_lost = False
         self._leader = LeaderPulse()
         self._workers: list[WorkerPulse] = []
         self._beats = _Stillness(clock)
@@ -52,10 +53,14 @@ class HealthView:
             leader, workers = await self._bus.read_leader(), await self._bus.read_workers()
         except BusError as error:
             if self._is_bus_up:
-                _log.warning("bus_down", error=error)
+                _log.warning("bus.lost", error=error)
+                self._is_bus_lost = True
             self._is_bus_up = False
             return
         if not self._is_bus_up:
+            if self._is_bus_lost:
+                _log.info("bus.found")
+            self._is_bus_lost = False
             self._beats, self._steps = _Stillness(self._clock), _Stillness(self._clock)
             self._is_bus_up = True
         self._leader = leader

@@ -106,7 +106,9 @@ class IntakeDesk:
         if name is None:
             return self._model_names[0]
         if name not in self._model_names:
-            raise NotFound(f"model: {name[:64]!r} is not served here", param="model", code="model_not_found")
+            served = ", ".join(self._model_names)
+            raise NotFound(f"model: {name[:64]!r} is not served here; served: {served}", param="model",
+                           code="model_not_found")  # fmt: skip
         return name
 
     async def in_pool(self, job: Callable[[], R]) -> R:

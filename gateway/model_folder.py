@@ -78,7 +78,11 @@ def load_model_folder(path: Path) -> ModelFolder:
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:
-    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    file = path / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the only class that tokenizers raises
+        raise ConfigError(f"{file} is not a tokenizer of the tokenizers library: {error}") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -89,8 +93,10 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
         return {}
     try:
         value = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: must hold a JSON object")
     return value

@@ -39,7 +39,7 @@ class ResponseWatch:
     def end(self, outcome: str, usage: Usage) -> None:
         """The response is over: finished, failed or cancelled (left by its client)."""
         elapsed = time.monotonic() - self._started
-        _log.info("response_ended", request_id=self._request_id, outcome=outcome, seconds=elapsed,
+        _log.info("response.ended", request_id=self._request_id, outcome=outcome, seconds=elapsed,
                   prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)  # fmt: skip
         if not self._is_counted:
             return

@@ -35,10 +35,10 @@ def main() -> int:
         logs.set_up("gpu_worker", config.process.log_level)
         uvloop.run(_run(config))
     except ConfigError as error:
-        print(f"gpu_worker: {error}", file=sys.stderr)
+        print(f"gpu_worker: error: {error}", file=sys.stderr)
         return 2
     except EngineBroken as error:
-        _log.error("the model is broken, giving up", error=str(error))
+        _log.error("model.broken", error=error)
         return 1
     except KeyboardInterrupt:  # while loading, before the loop takes the signals
         return 130
@@ -47,9 +47,9 @@ def main() -> int:
 
 def _check(config: WorkerConfig) -> None:
     if not config.process.redis_url:
-        raise ConfigError("redis_url is empty: give --redis-url or QUIRE_REDIS_URL")
+        raise ConfigError("--redis-url: name a Redis (only `quire serve` starts one by itself)")
     if not config.model.model:
-        raise ConfigError("model is empty: give a model folder or QUIRE_MODEL")
+        raise ConfigError("--model: name a model folder")
 
 
 async def _run(config: WorkerConfig) -> None:
@@ -73,7 +73,7 @@ async def _load_model(bus: Bus, config: WorkerConfig, place: Place) -> LoadedMod
     """The model, loaded in this very thread (the current CUDA device is a thread's); a failure frees the claim."""
     from gpu_worker.model.runner import load_runner
 
-    _log.info("loading model", model=config.model.model)
+    _log.info("model.loading", model=config.model.model)
     since = time.monotonic()
     model: LoadedModel | None = None
     try:
@@ -82,7 +82,7 @@ async def _load_model(bus: Bus, config: WorkerConfig, place: Place) -> LoadedMod
         if model is None:
             await _give_claim_back(bus, place)
     _log.info(
-        "model loaded", seconds=time.monotonic() - since, device=model.device, dtype=model.dtype,
+        "model.loaded", seconds=time.monotonic() - since, device=model.device, dtype=model.dtype,
         fingerprint=model.fingerprint, max_model_len=model.max_model_len,
         kv_tokens=model.num_blocks * model.block_size,
     )  # fmt: skip
@@ -95,8 +95,8 @@ async def _give_claim_back(bus: Bus, place: Place) -> None:
     try:
         await bus.bye(place.first_id)
     except BusError as error:
-        _log.warning("claim not given back", error=str(error))
+        _log.warning("claim.kept", error=error)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.leave(main())

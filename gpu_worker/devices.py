@@ -35,5 +35,5 @@ async def claim_gpu(bus: Bus, device: str, place: Place) -> Place:
         raise ConfigError(f"all {count} GPUs of this machine are taken by other workers")
     index = uuids[claimed]
     torch.cuda.set_device(index)
-    _log.info("gpu claimed", index=index, uuid=claimed)
+    _log.info("gpu.claimed", index=index, uuid=claimed)
     return dataclasses.replace(place, device_id=claimed, prepare_thread=lambda: torch.cuda.set_device(index))

@@ -47,7 +47,7 @@ class Inbox:
             try:
                 await self._read()
             except BusError as error:
-                _log.warning("inbox unreadable", error=str(error))
+                _log.recurring("inbox.failed", error=error)
                 await asyncio.sleep(RETRY_S)
 
     async def _read(self) -> None:
@@ -80,7 +80,7 @@ class Inbox:
             return
         held = await self._open(message)
         if held is None:
-            _log.info("run is void", request_id=message.request_id, attempt=message.attempt)
+            _log.info("run.ignored", request_id=message.request_id, attempt=message.attempt)
             return
         failpoint("worker.after_inbox", message.request_id)
         older = mine.ledger.get(message.request_id)
@@ -103,7 +103,7 @@ class Inbox:
         try:
             return open_request(message, record, body, data)
         except (WireError, LookupError) as error:  # one request that nobody can read must not end the others
-            _log.error("request unreadable", request_id=message.request_id, error=str(error), exc_info=True)
+            _log.error("request.unreadable", request_id=message.request_id, error=error, exc_info=True)
             return _leaving(message, End("failed", "internal_error", "the stored request cannot be read"))
 
     def _preempt(self, message: PreemptRequest) -> None:
@@ -117,7 +117,7 @@ class Inbox:
             return
         num_evictions = self._evictions_at(message.report_seq)
         if num_evictions is None:
-            _log.info("preempt is void", request_id=message.request_id, report_seq=message.report_seq)
+            _log.info("preempt.ignored", request_id=message.request_id, report_seq=message.report_seq)
             return
         mine.thread.submit(Withdraw(message.request_id, message.attempt, num_evictions))
 
@@ -129,8 +129,10 @@ def open_request(message: RunRequest, record: RequestRecord, body: RequestBody, 
         data: the whole token log, of all choices.
 
     Raises:
-        WireError: `data` is no log, or holds other lengths than the record.
+        WireError: `data` is no log, or body or log contradict the record.
     """
+    if len(body.prompts) * body.n != len(record.choices):
+        raise WireError(f"{len(body.prompts)} prompts times {body.n} are not {len(record.choices)} choices")
     open_choices = [c for c in message.choices if record.choices[c].is_open]
     entries: dict[int, list[TokenEntry]] = {c: [] for c in open_choices}
     for entry in decode_entries(data):

@@ -58,7 +58,7 @@ class Incarnation:
 
     def hold(self, held: Held) -> None:
         """Take a request in; a suspect waits in the ledger, all others go to the engine now."""
-        _log.info("request taken", request_id=held.request_id, attempt=held.attempt, choices=len(held.choices))
+        _log.info("request.taken", request_id=held.request_id, attempt=held.attempt, choices=len(held.choices))
         self.ledger.hold(held)
         self.emptied.clear()
         self.report_due.set()
@@ -80,7 +80,7 @@ class Incarnation:
 
     def let_go(self, held: Held, why: str) -> None:
         """Hold a request no longer that the engine has finished with."""
-        _log.info("request left", request_id=held.request_id, attempt=held.attempt, why=why)
+        _log.info("request.left", request_id=held.request_id, attempt=held.attempt, why=why)
         self.ledger.forget(held)
         self.note_departures()
 

@@ -39,7 +39,7 @@ class Outbox:
                 await self._pass()
                 retry_s = MIN_RETRY_S
             except BusError as error:
-                _log.warning("write failed, trying again", error=str(error), after_s=retry_s)
+                _log.recurring("write.failed", error=error, after_s=retry_s)
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
                 self._incarnation.outbox_due.set()
@@ -74,7 +74,7 @@ class Outbox:
             case CommitAnswer.OK:
                 mine.ledger.settle(unlogged, outcome)
             case CommitAnswer.GAP:
-                _log.warning("log is shorter", request_id=held.request_id, length=outcome.length)
+                _log.warning("log.shortened", request_id=held.request_id, length=outcome.length)
                 mine.ledger.settle(unlogged, outcome)
             case CommitAnswer.STOP:
                 failpoint("worker.before_free", held.request_id)
@@ -86,7 +86,7 @@ class Outbox:
 
     def _note_end(self, held: Held) -> None:
         if not held.choices:
-            _log.info("request left", request_id=held.request_id, attempt=held.attempt, why="ended")
+            _log.info("request.left", request_id=held.request_id, attempt=held.attempt, why="ended")
             self._incarnation.note_departures()
 
     async def _depart(self, held: Held) -> None:

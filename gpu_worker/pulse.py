@@ -37,7 +37,7 @@ class Heart:
             try:
                 await self._beat()
             except BusError as error:
-                _log.warning("beat failed", error=str(error))
+                _log.recurring("beat.failed", error=error)
             await asyncio.sleep(self._period_s)
 
     async def _beat(self) -> None:
@@ -80,7 +80,7 @@ class Reporter:
             try:
                 await self._send()
             except BusError as error:
-                _log.warning("report failed", error=str(error))
+                _log.recurring("report.failed", error=error)
             await asyncio.sleep(MIN_REPORT_GAP_S)
             period_s = WORKING_REPORT_S if mine.ledger else IDLE_REPORT_S
             try:

@@ -67,10 +67,9 @@ class LoadedModel(ModelRunner, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where this process runs: `name` of the worker, its first identity, and the device it has claimed, if it had to
-    (`device_id`; `prepare_thread` makes it the current one of a thread)."""
+    """Where this process runs: its first identity, and the device it has claimed, if it had to (`device_id`;
+    `prepare_thread` makes it the current one of a thread)."""
 
-    name: str
     first_id: WorkerId
     device_id: str | None = None
     prepare_thread: Callable[[], None] | None = None
@@ -78,8 +77,7 @@ class Place:
 
 def new_place() -> Place:
     """A place with no claimed device."""
-    name = f"{socket.gethostname()}-{os.getpid()}"
-    return Place(name=name, first_id=WorkerId(new_incarnation(name)))
+    return Place(first_id=WorkerId(new_incarnation(f"{socket.gethostname()}-{os.getpid()}")))
 
 
 class WorkerService:
@@ -108,7 +106,9 @@ class WorkerService:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         worker_id = self._place.first_id
         while not await self._live(worker_id, stop):
-            worker_id = WorkerId(new_incarnation(self._place.name))
+            # Named after its own first start: two containers may share host name and pid, and must not end each
+            # other in turns.
+            worker_id = WorkerId(new_incarnation(self._place.first_id))
 
     async def _live(self, worker_id: WorkerId, stop: asyncio.Event) -> bool:
         """One incarnation; False when it was declared dead and another should follow."""
@@ -122,7 +122,7 @@ class WorkerService:
             await self._leave(mine)
             is_over = True
         except DeclaredDead:
-            _log.warning("declared dead, starting over", worker_id=worker_id)
+            _log.warning("worker.restarting", worker=worker_id, why="declared dead")
         finally:
             await asyncio.to_thread(mine.thread.stop)
             engine.clear()
@@ -157,16 +157,16 @@ class WorkerService:
                     await self._bus.claim_device(mine.worker_id, [self._place.device_id])
                 await self._bus.hello(self._describe(mine.worker_id))
             except BusError as error:
-                _log.warning("hello failed", error=str(error))
+                _log.recurring("hello.failed", error=error)
                 await asyncio.sleep(RETRY_S)
             else:
-                _log.info("worker ready", worker_id=mine.worker_id)
+                _log.info("worker.ready", worker=mine.worker_id)
                 return
 
     async def _drain(self, mine: Incarnation) -> None:
         """Finish what can be finished in time, give the rest back; nothing new is taken meanwhile."""
         drain_s = self._config.process.drain_s
-        _log.info("draining", held=len(mine.ledger), at_most_s=drain_s)
+        _log.info("worker.draining", held=len(mine.ledger), at_most_s=drain_s)
         mine.is_draining = True
         mine.report_due.set()
         if await _is_set_within(mine.emptied, drain_s):
@@ -182,14 +182,14 @@ class WorkerService:
     async def _leave(self, mine: Incarnation) -> None:
         """Bye, if it can be said: a worker that still holds something is better found dead and its requests moved."""
         if mine.ledger:
-            _log.warning("leaving with requests in hand", held=len(mine.ledger))
+            _log.warning("requests.abandoned", held=len(mine.ledger))
             return
         try:
             async with asyncio.timeout(BYE_S):
                 await self._bus.bye(mine.worker_id)
         except (BusError, TimeoutError) as error:
-            _log.warning("bye failed", error=str(error))
-        _log.info("worker left", worker_id=mine.worker_id)
+            _log.warning("bye.failed", error=error)
+        _log.info("worker.left", worker=mine.worker_id)
 
     def _make_engine(self) -> Engine:
         limits = self._config.engine

@@ -132,7 +132,7 @@ def _attend_in_tiles(query: Tensor, keys: Tensor, values: Tensor, group: _Group,
     Args:
         query: [S, rows, heads, D]; keys, values: [S, num_keys, kv_heads, D].
     """
-    num_sequences, num_rows = query.shape[:2]
+    num_sequences, num_rows, _, _ = query.shape
     kv_heads = keys.shape[2]
     folded = _fold(query, kv_heads)
     wanted = folded.shape[1]

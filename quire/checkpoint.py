@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from shared import config as settings
+from shared.config import ServeConfig
 from shared.errors import ConfigError
 
 _NEEDED = ("config.json", "tokenizer.json")
@@ -39,9 +41,9 @@ def resolve(model: str, cache_dir: Path, say: Callable[[str], None]) -> Path:
     raise ConfigError(f"--model={model}: there is no such folder")
 
 
-def default_cache_dir() -> Path:
-    """Where converted models are kept when no setting says so."""
-    return Path.home() / ".cache" / "quire"
+def cache_dir(config: ServeConfig) -> Path:
+    """Where converted models are kept."""
+    return Path(config.cache_dir).expanduser() if config.cache_dir else Path.home() / ".cache" / "quire"
 
 
 def _check(folder: Path) -> None:
@@ -58,8 +60,9 @@ def _looks_like_hub_id(model: str) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """`python -m quire.checkpoint [MODEL]`: prepare a model before it is served. Raises `ConfigError`."""
-    folder = resolve(argv[0] if argv else "", default_cache_dir(), lambda line: print(f"quire: {line}", flush=True))
+    """`python -m quire.checkpoint [MODEL] [options of serve]`: prepare a model to be served. Raises `ConfigError`."""
+    config = settings.load(ServeConfig, argv, program="python -m quire.checkpoint", description="Prepare a model.")
+    folder = resolve(config.model.model, cache_dir(config), lambda line: print(f"quire: {line}", flush=True))
     print(f"quire: the model is in {folder}")
     return 0
 

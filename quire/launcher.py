@@ -7,13 +7,14 @@ lost: gateways first (no new work), then workers (they hand back what they hold)
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import json
 import os
 import shlex
 import socket
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -22,11 +23,13 @@ from pathlib import Path
 
 from quire import __version__, checkpoint, services
 from quire.embedded_redis import EmbeddedRedis
+from quire.private_folder import private_folder
 from quire.supervisor import ChildSpec, Signals, StartFailed, Supervisor
 from shared import config as settings
 from shared.config import ServeConfig
-from shared.errors import ConfigError
+from shared.errors import BusError, ConfigError
 from shared.process import die_with_parent
+from shared.redis_bus import open_bus
 
 READY_CHECK_S = 0.2
 REDIS_CHECK_S = 0.01
@@ -51,7 +54,7 @@ def serve(config: ServeConfig) -> int:
     """Serve until a stop signal: 0 then, also during the start; 1 or 2 when a service cannot start."""
     say(f"version {__version__}")
     ports = choose_ports(config.http.host, config.http.port, config.gateways)
-    folder = checkpoint.resolve(config.model.model, _cache_dir(config), say)
+    folder = checkpoint.resolve(config.model.model, checkpoint.cache_dir(config), say)
     names = config.model.served_model_name or (folder.name,)
     model = replace(config.model, model=str(folder), served_model_name=names)
     with Signals() as signals, contextlib.ExitStack() as cleanup:
@@ -87,9 +90,15 @@ def choose_ports(host: str, first: int, count: int) -> list[int]:
                 listener.bind((host, wanted))
                 listener.listen()  # two sockets with SO_REUSEADDR may both bind; only one may listen
             except (OSError, UnicodeError) as error:
-                raise ConfigError(f"--host={host} --port={wanted}: {error}") from None
+                raise ConfigError(f"--host={host} --port={wanted}: {_why_not_listening(error)}") from None
             ports.append(listener.getsockname()[1])
     return ports
+
+
+def _why_not_listening(error: OSError | UnicodeError) -> str:
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return "in use by another program; choose another port (0: any free one)"
+    return str(getattr(error, "strerror", None) or error)
 
 
 class _Cell:
@@ -121,7 +130,9 @@ class _Cell:
 
     def _start(self) -> None:
         config = self._config
-        if not self._redis_url:
+        if self._redis_url:
+            self._wait_for_redis()
+        else:
             self._redis_url = self._start_redis()
         if self._signals.num_stops:
             return
@@ -134,13 +145,28 @@ class _Cell:
         say(f"started {config.gateways} gateway(s), 1 scheduler, {config.workers} worker(s) of {threads} thread(s); "
             "loading the model (seconds for a small one)")  # fmt: skip
 
+    def _wait_for_redis(self) -> None:
+        """Until the Redis that was named answers, or a stop. Without this every service would tell that it waits."""
+        told_at = float("-inf")
+        while not self._signals.num_stops:
+            problem = asyncio.run(_ask_redis(self._redis_url))
+            if problem is None:
+                return
+            if time.monotonic() - told_at > STILL_WAITING_S:
+                told_at = time.monotonic()
+                say(f"waiting for the Redis at {without_password(self._redis_url)}: {problem}")
+            self._supervisor.wait(READY_CHECK_S)
+
     def _start_redis(self) -> str:
         """The address of a private Redis, which is supervised as every other child is."""
         if self._config.data_dir:
             folder = Path(self._config.data_dir).expanduser().absolute()
         else:
-            folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="quire-")))
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder = self._cleanup.enter_context(private_folder(say))
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"--data-dir={folder}: {error.strerror or error}") from None
         log = folder / "redis.log"
         redis = EmbeddedRedis(folder, ("--logfile", str(log)))
         redis.refuse_second()
@@ -211,16 +237,24 @@ class _Cell:
         partial.replace(path)
 
 
+async def _ask_redis(url: str) -> BusError | None:
+    """Why the Redis at `url` cannot be used now; None when it can."""
+    bus = open_bus(url)
+    try:
+        await bus.ping()
+    except BusError as error:
+        return error
+    finally:
+        await bus.close()
+    return None
+
+
 def _is_ready(url: str) -> bool:
     try:
         with _opener.open(f"{url}/ready", timeout=READY_TIMEOUT_S) as response:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def _cache_dir(config: ServeConfig) -> Path:
-    return Path(config.cache_dir).expanduser() if config.cache_dir else checkpoint.default_cache_dir()
 
 
 def reachable_url(host: str, port: int) -> str:

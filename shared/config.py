@@ -20,9 +20,11 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
-    """What every service has."""
+    """All services."""
 
-    redis_url: str = setting("", "Redis to use: redis://[:password@]host:port/db or unix:///path; empty: a private one")
+    redis_url: str = setting(
+        "", "Redis to use: redis://[:password@]host:port/db or unix:///path; none: `quire serve` starts a private one"
+    )
     log_level: str = setting("info", "how much to log", choices=("debug", "info", "warning", "error"))
     metrics_port: int | None = setting(None, "port for /metrics of scheduler and worker (the launcher counts up "
                                        "from it: scheduler, workers); none: not served", minimum=0,
@@ -37,9 +39,10 @@ class ProcessConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which model; the folder must hold config.json, tokenizer.json and safetensors."""
+    """The model."""
 
-    model: str = setting("", "model folder (the launcher also takes a hub id)", is_positional=True)
+    model: str = setting("", "folder with config.json, tokenizer.json and *.safetensors; none: `quire serve` makes "
+                         "SmolLM2-135M-Instruct", is_positional=True)  # fmt: skip
     served_model_name: tuple[str, ...] = setting((), "name(s) clients may use; default: the folder's name")
     max_model_len: int | None = setting(None, "most tokens of prompt and output together; default: the model's",
                                         minimum=1)  # fmt: skip
@@ -49,7 +52,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpConfig:
-    """The HTTP side."""
+    """The gateways."""
 
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "first port; gateway i listens on port + i (0: any free one)", minimum=0, maximum=65535)
@@ -65,7 +68,7 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The worker's engine."""
+    """The workers."""
 
     device: str = setting("auto", "where to compute; auto: CUDA if there is one", choices=("auto", "cpu", "cuda"))
     block_size: int = setting(16, "tokens in a KV block", minimum=1, maximum=256)
@@ -82,7 +85,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingConfig:
-    """The scheduler's rules."""
+    """The scheduler."""
 
     max_crashes: int = setting(3, "deaths of workers in a row that a request may cause", minimum=1)
     worker_stall_s: float = setting(60.0, "a worker with work that makes no step this long is lost", minimum=1)
@@ -94,39 +97,39 @@ class SchedulingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    process: ProcessConfig = field(default_factory=ProcessConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
+    process: ProcessConfig = field(default_factory=ProcessConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    process: ProcessConfig = field(default_factory=ProcessConfig)
-    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     orphan_ttl_s: float = setting(30.0, "how long a request runs on when its gateway died", minimum=0)
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
+    process: ProcessConfig = field(default_factory=ProcessConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    process: ProcessConfig = field(default_factory=ProcessConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    process: ProcessConfig = field(default_factory=ProcessConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """The launcher: everything, and how many of each."""
 
-    process: ProcessConfig = field(default_factory=ProcessConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    http: HttpConfig = field(default_factory=HttpConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     workers: int = setting(1, "workers to start", minimum=1, maximum=64)
     gateways: int = setting(1, "gateways to start, on ports P, P+1, ...", minimum=1, maximum=64)
     cache_dir: str = setting("", "folder for converted models; default: ~/.cache/quire")
     data_dir: str = setting("", "folder for the private Redis' data, kept; default: a new one, removed at exit")
     state_file: str = setting("", "write process ids, ports and the Redis address here as JSON", is_hidden=True)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
+    process: ProcessConfig = field(default_factory=ProcessConfig)
 
 
 def load(config_class: type[C], argv: list[str], *, program: str, description: str = "") -> C:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -60,11 +61,8 @@ def parse(
     Raises:
         ConfigError: an unknown name or a bad value.
     """
-    parser = _Parser(prog=program, description=description, formatter_class=_HelpFormatter, allow_abbrev=False)
     leaves = _leaves(config_class)
-    for name, leaf in leaves.items():
-        _add_argument(parser, name, leaf)
-    given = vars(parser.parse_args(list(argv)))
+    given = _parse_argv(_make_parser(leaves, program, description), leaves, argv)
     for name in leaves:
         positional = given.pop(name + "_positional", None)
         if positional is not None and given[name] is not None:
@@ -108,6 +106,7 @@ class _Leaf:
     kind: type
     is_optional: bool
     is_list: bool
+    group: str
 
 
 class _Parser(argparse.ArgumentParser):
@@ -120,29 +119,64 @@ class _HelpFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=32, width=100)
 
 
-def _leaves(config_class: type) -> dict[str, _Leaf]:
+def _make_parser(leaves: Mapping[str, _Leaf], program: str, description: str) -> _Parser:
+    positionals = "".join(f"[{name.upper()}] " for name, leaf in leaves.items() if leaf.field.metadata["is_positional"])
+    parser = _Parser(
+        prog=program,
+        usage=f"%(prog)s {positionals}[options]",
+        description=description,
+        epilog=f"Every flag is an environment variable too, --some-flag as {variable('some_flag')} (several values "
+        "with commas between them); a flag wins over its variable.",
+        formatter_class=_HelpFormatter,
+        allow_abbrev=False,
+    )
+    groups: dict[str, argparse._ArgumentGroup | _Parser] = {"": parser}
+    for name, leaf in leaves.items():
+        if leaf.group not in groups:
+            groups[leaf.group] = parser.add_argument_group(leaf.group)
+        _add_argument(groups[leaf.group], name, leaf)
+    return parser
+
+
+def _parse_argv(parser: _Parser, leaves: Mapping[str, _Leaf], argv: Sequence[str]) -> dict[str, Any]:
+    """What `argv` gives, None for the rest. Raises `ConfigError` for what is no option, naming the one meant."""
+    given, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        options = ["--" + name.replace("_", "-") for name in leaves]
+        meant = _meant(unknown[0].partition("=")[0], options)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+    return vars(given)
+
+
+def _meant(word: str, known: Sequence[str]) -> str:
+    """A hint at what `word` may have been meant for; empty when nothing is like it."""
+    return "".join(f"; did you mean {found}?" for found in difflib.get_close_matches(word, known, n=1, cutoff=0.7))
+
+
+def _leaves(config_class: type, group: str = "") -> dict[str, _Leaf]:
+    """All settings by name. `group`: the help's heading, the first line of the docstring of the group's class."""
     hints = typing.get_type_hints(config_class)
     leaves: dict[str, _Leaf] = {}
     for field in dataclasses.fields(config_class):
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
-            leaves |= _leaves(typing.cast(type, hint))
+            leaves |= _leaves(typing.cast(type, hint), (hint.__doc__ or "").splitlines()[0].rstrip("."))
         else:
-            leaves[field.name] = _to_leaf(field, hint)
+            leaves[field.name] = _to_leaf(field, hint, group)
     return leaves
 
 
-def _to_leaf(field: dataclasses.Field[Any], hint: Any) -> _Leaf:
+def _to_leaf(field: dataclasses.Field[Any], hint: Any, group: str) -> _Leaf:
     arguments = typing.get_args(hint)
     if isinstance(hint, types.UnionType):
         (kind,) = [a for a in arguments if a is not types.NoneType]
-        return _Leaf(field, kind, is_optional=True, is_list=False)
+        return _Leaf(field, kind, is_optional=True, is_list=False, group=group)
     if typing.get_origin(hint) is tuple:
-        return _Leaf(field, arguments[0], is_optional=False, is_list=True)
-    return _Leaf(field, hint, is_optional=False, is_list=False)
+        return _Leaf(field, arguments[0], is_optional=False, is_list=True, group=group)
+    return _Leaf(field, hint, is_optional=False, is_list=False, group=group)
 
 
-def _add_argument(parser: argparse.ArgumentParser, name: str, leaf: _Leaf) -> None:
+def _add_argument(parser: argparse._ActionsContainer, name: str, leaf: _Leaf) -> None:
     metadata, flag = leaf.field.metadata, "--" + name.replace("_", "-")
     help_text = argparse.SUPPRESS if metadata["is_hidden"] else _help(leaf)
     options: dict[str, Any] = {"dest": name, "default": None, "help": help_text}
@@ -153,13 +187,17 @@ def _add_argument(parser: argparse.ArgumentParser, name: str, leaf: _Leaf) -> No
     if leaf.is_list:
         options["nargs"] = "+"
     if metadata["is_positional"]:
-        parser.add_argument(name + "_positional", nargs="?", default=None, metavar=name.upper(), help=help_text)
+        parser.add_argument(name + "_positional", nargs="?", default=None, metavar=name.upper(), help=f"same as {flag}")
     parser.add_argument(flag, **options)
 
 
 def _help(leaf: _Leaf) -> str:
     text, default = leaf.field.metadata["help"], leaf.field.default
-    shown = "" if default in (None, "", ()) else f" (default: {default})"
+    if isinstance(default, bool):
+        default = "on" if default else "off"
+    elif isinstance(default, tuple):
+        default = " ".join(map(str, default))
+    shown = "" if default in (None, "") else f" (default: {default})"
     return str(text + shown).replace("%", "%%")
 
 
@@ -167,7 +205,8 @@ def _refuse_unknown_variables(environ: Mapping[str, str], names: set[str], known
     allowed = {variable(name) for name in names} | known
     for name in environ:
         if name.startswith(ENV_PREFIX) and name not in allowed:
-            raise ConfigError(f"unknown environment variable {name}; unset it or see --help for the settings")
+            meant = _meant(name, sorted(allowed)) or "; unset it, or see --help for the settings"
+            raise ConfigError(f"unknown environment variable {name}{meant}")
 
 
 def _value(name: str, leaf: _Leaf, given: Any, environ: Mapping[str, str]) -> Any:

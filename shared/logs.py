@@ -1,5 +1,6 @@
 """Logs: one line an event, `time level service event key=value ...`, the request id always as `request_id`.
 
+An event is named `noun.participle`: what it happened to, and what happened (`request.dispatched`, `worker.ready`).
 Prompts, generated text, keys and paths of users' data are never logged.
 """
 
@@ -7,7 +8,11 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from typing import Any
+
+RECURRING_S = 10.0
+"""How often a recurring warning is written."""
 
 _ROOT = "quire"
 
@@ -32,6 +37,7 @@ class Log:
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
+        self._recurrences: dict[str, tuple[float, int]] = {}
 
     def debug(self, event: str, **fields: Any) -> None:
         self._write(logging.DEBUG, event, fields)
@@ -41,6 +47,17 @@ class Log:
 
     def warning(self, event: str, **fields: Any) -> None:
         self._write(logging.WARNING, event, fields)
+
+    def recurring(self, event: str, **fields: Any) -> None:
+        """A warning that comes many times a second while something is away: written when it is new, then at most every
+        `RECURRING_S`, with how many came meanwhile as `unwritten`."""
+        written_at, unwritten = self._recurrences.get(event, (float("-inf"), 0))
+        now = time.monotonic()
+        if now - written_at < RECURRING_S:
+            self._recurrences[event] = (written_at, unwritten + 1)
+            return
+        self._recurrences[event] = (now, 0)
+        self.warning(event, **fields, **({"unwritten": unwritten} if unwritten else {}))
 
     def error(self, event: str, *, exc_info: bool = False, **fields: Any) -> None:
         self._write(logging.ERROR, event, fields, exc_info)

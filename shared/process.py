@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import sys
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 
@@ -21,6 +22,14 @@ def die_with_parent() -> None:
 def is_orphan(expected_parent: int) -> bool:
     """Whether the parent died before `die_with_parent` was called."""
     return os.getppid() != expected_parent
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this process at once, with what it wrote flushed. For a process whose work is done and that holds much: the
+    interpreter would free it object by object, which took 0.7 s with torch and a small model; the kernel does not."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(exit_code)
 
 
 def install_stop_signals(stop: asyncio.Event) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,10 +34,13 @@ MAX_PARAMETERS = 6
 BROAD_EXCEPT_ALLOWED = {
     "gateway/app.py",
     "gateway/middleware.py",
+    "gateway/model_folder.py",
     "scheduler_svc/service.py",
     "gpu_worker/engine/engine.py",
     "gpu_worker/engine_thread.py",
 }
+LOG_LEVELS = {"debug", "info", "warning", "recurring", "error"}
+LOG_EVENT = re.compile(r"[a-z]+\.[a-z]+")
 BANNED_NAMES = {"utils", "common", "helpers", "manager", "base", "misc"}
 
 
@@ -119,10 +123,23 @@ def test_packages_hold_only_a_docstring(source: tuple[str, ast.Module, str]) -> 
 
 
 def test_broad_excepts_stay_in_the_loops(source: tuple[str, ast.Module, str]) -> None:
-    """`except Exception` should occur in the service loops, the engine loop and the HTTP middleware only."""
+    """`except Exception` should occur in the service loops, the engine loop, the HTTP middleware, and around the
+    tokenizers library (which raises nothing finer) only."""
     name, tree, _ = source
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler):
             caught = node.type
             is_broad = caught is None or (isinstance(caught, ast.Name) and caught.id in ("Exception", "BaseException"))
             assert not is_broad or name in BROAD_EXCEPT_ALLOWED, f"{name}:{node.lineno} catches everything"
+
+
+def test_log_events_have_one_form(source: tuple[str, ast.Module, str]) -> None:
+    """Every log event should be a literal `noun.participle`, so that all services' lines are searched in one way."""
+    name, tree, _ = source
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="log" | "_log"), attr=level), args=[event, *_]) if (
+                level in LOG_LEVELS
+            ):
+                text = str(event.value) if isinstance(event, ast.Constant) else ""
+                assert LOG_EVENT.fullmatch(text), f"{name}:{node.lineno} logs {ast.unparse(event)}"

@@ -219,7 +219,7 @@ class Engine:
     def _survive(self, plan: BatchPlan, error: Exception) -> StepOutput:
         """The model raised: fail the step's only request, or find out which of several it was."""
         requests = {chunk.sequence.request_id: chunk.sequence.attempt for chunk in plan.chunks}
-        _log.error("step failed", request_ids=",".join(requests), error=type(error).__name__, exc_info=True)
+        _log.error("step.failed", request_ids=",".join(requests), error=type(error).__name__, exc_info=True)
         if len(requests) > 1:
             self._isolate(chunk.sequence for chunk in plan.chunks)
             return StepOutput()

@@ -8,6 +8,8 @@ of a sequence are its keys in token order without another copy.
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -42,8 +44,10 @@ class KvLayout:
         return self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
 
     def allocate(self, num_blocks: int, device: torch.device) -> KvCache:
-        """A cache of `num_blocks` blocks, zeroed (pages are taken from the system when first written)."""
+        """A cache of `num_blocks` blocks, zeroed. On CPU a block takes memory only once it is written."""
         shape = (num_blocks, 2, self.block_size, self.num_kv_heads, self.head_size)
+        if device.type == "cpu":
+            return KvCache([_map_zeros(shape, dtype=self.dtype) for _ in range(self.num_layers)])
         return KvCache([torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.num_layers)])
 
 
@@ -65,3 +69,11 @@ class KvCache:
     def values(self, layer: int) -> Tensor:
         """[num_blocks, block_size, kv_heads, head_size], a view."""
         return self._values[layer]
+
+
+def _map_zeros(shape: tuple[int, ...], *, dtype: torch.dtype) -> Tensor:
+    """`torch.zeros` on CPU, of untouched pages: torch writes its zeros, which for the default cache of 4 GiB takes
+    seconds at the start, and memory that most servers never fill."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)  # the tensor keeps `pages` alive

@@ -96,7 +96,7 @@ class Checkpoint:
     def _report_progress(self) -> None:
         if time.monotonic() - self._last_progress > 1.0:
             self._last_progress = time.monotonic()
-            _log.info("loading weights", tensors=f"{len(self._taken)}/{len(self._files)}")
+            _log.info("weights.loading", tensors=f"{len(self._taken)}/{len(self._files)}")
 
 
 def weight_files(folder: Path) -> list[Path]:

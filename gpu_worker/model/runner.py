@@ -204,9 +204,9 @@ def _size_kv(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.dev
         available = cpu_default_bytes()
     size = size_kv(need, available, is_explicit=explicit is not None)
     if size.max_model_len < need.model_len:
-        _log.warning("context lowered to what the KV cache holds", max_model_len=size.max_model_len,
-                    model_allows=need.model_len, remedy="--kv-cache-memory-bytes")  # fmt: skip
-    _log.info("KV cache", tokens=size.num_tokens, blocks=size.num_blocks, block_size=size.block_size,
+        _log.warning("context.lowered", max_model_len=size.max_model_len,
+                     model_allows=need.model_len, remedy="--kv-cache-memory-bytes")  # fmt: skip
+    _log.info("cache.sized", tokens=size.num_tokens, blocks=size.num_blocks, block_size=size.block_size,
              mib=size.num_blocks * need.layout.block_bytes / 2**20, max_model_len=size.max_model_len,
              full_length_requests=size.num_full_requests)  # fmt: skip
     return size

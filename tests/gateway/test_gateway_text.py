@@ -15,7 +15,7 @@ from gateway.fold import ChoiceEnd, Done, Event, EventId, ResponseFold, TextEven
 from gateway.model_folder import load_model_folder
 from gateway.sse import Renderer, parse_event_id
 from gateway.stopping import StopMatcher
-from shared.errors import InvalidRequest
+from shared.errors import ConfigError, InvalidRequest
 from shared.ids import RequestId
 from shared.log import FinishEntry, LogEntry, Logprobs, TokenEntry
 from shared.messages import RequestBody, SamplingParams
@@ -96,6 +96,25 @@ def test_other_decoders_use_a_window(tmp_path: Path) -> None:
     pieces = pieces_of(TokenText(folder), ids)
     assert "".join(pieces) == folder.tokenizer.decode(ids) == "the plays playing the"
     assert pieces[0] == "the"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("tokenizer.json", "{}", "is not a tokenizer"),
+        ("tokenizer.json", "{", "is not JSON"),
+        ("config.json", "{", "is not JSON"),
+        ("config.json", "[]", "must hold a JSON object"),
+    ],
+)
+def test_a_broken_file_of_the_model_is_named(tmp_path: Path, file: str, content: str, words: str) -> None:
+    """A model folder with a file that cannot be understood should be refused with its path and what it is not."""
+    path = make_model_folder(tmp_path / "broken")
+    (path / file).write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_model_folder(path)
+    assert str(caught.value).startswith(f"{path / file}")
+    assert words in str(caught.value)
 
 
 def test_names_of_tokens_never_hold_replacement_characters(token_text: TokenText) -> None:

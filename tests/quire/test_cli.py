@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import psutil
 import pytest
 
 from quire import __version__
@@ -43,6 +46,8 @@ def test_unknown_command_names_those_that_exist(arguments: list[str]) -> None:
     [
         (["serve", "--max-num-seqs", "0"], "--max-num-seqs='0': must be 1 to 4096"),
         (["serve", "--no-such-flag"], "--no-such-flag"),
+        (["serve", "--max-seqs", "3"], "did you mean --max-num-seqs?"),
+        (["serve", "--redis-url", "localhost:6379"], "--redis-url: Redis URL must specify"),
         (["serve", "/no/such/folder"], "no such folder"),
         (["serve", "some-org/some-model"], "not fetched from a hub"),
         (["serve", "--enable-prefix-caching"], "not available"),
@@ -56,6 +61,43 @@ def test_wrong_setting_is_one_line_and_exit_code_2(arguments: list[str], words: 
     assert answer.stderr.startswith("quire: error: ")
     assert answer.stderr.count("\n") == 1
     assert words in answer.stderr
+
+
+@pytest.mark.parametrize("flag", ["--cache-dir", "--data-dir"])
+def test_a_folder_that_cannot_be_is_named(flag: str, tmp_path: Path) -> None:
+    """A folder that cannot be made should be refused in one line with flag and reason, not with a traceback."""
+    (tmp_path / "file").touch()
+    model = [] if flag == "--cache-dir" else [str(make_folder(tmp_path))]
+    answer = run("serve", *model, "--port=0", f"{flag}={tmp_path / 'file' / 'below'}")
+    assert answer.returncode == 2
+    assert answer.stderr == f"quire: error: {flag}={tmp_path / 'file' / 'below'}: Not a directory\n"
+
+
+def test_serving_waits_for_the_redis_it_was_given(tmp_path: Path) -> None:
+    """While the given Redis does not answer, one line should say so; nothing is started, and Ctrl-C ends it with 0."""
+    command = [sys.executable, "-m", "quire", "serve", str(make_folder(tmp_path)), "--port=0"]
+    url = f"unix://{tmp_path}/no.sock"
+    with subprocess.Popen([*command, f"--redis-url={url}"], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            lines = iter(process.stdout.readline, "")
+            waiting = next(line for line in lines if "waiting" in line)
+            assert waiting.startswith(f"quire: waiting for the Redis at {url}: ")
+            assert not psutil.Process(process.pid).children()
+            process.send_signal(signal.SIGINT)
+            assert "started" not in "".join(lines)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+def make_folder(parent: Path) -> Path:
+    """A folder with the files of a checkpoint, all empty: enough for what happens before anything is started."""
+    folder = parent / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).touch()
+    return folder
 
 
 def test_copied_server_command_takes_the_same_flags() -> None:

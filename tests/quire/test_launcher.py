@@ -33,7 +33,7 @@ def test_ports_count_up_from_the_first() -> None:
 
 def test_taken_port_is_refused(taken_port: int) -> None:
     """A port that somebody listens on should be refused by number."""
-    with pytest.raises(ConfigError, match=str(taken_port)):
+    with pytest.raises(ConfigError, match=f"--port={taken_port}: in use by another program; choose"):
         launcher.choose_ports("127.0.0.1", taken_port, 1)
 
 

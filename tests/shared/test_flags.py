@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -103,6 +104,24 @@ def test_unknown_or_broken_flags_are_refused(argv: list[str]) -> None:
         parse(*argv)
 
 
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        (lambda: parse("--sizes", "1"), "did you mean --size?"),
+        (lambda: parse("--sizes=1"), "did you mean --size?"),
+        (lambda: parse(QUIRE_SIZES="1"), "did you mean QUIRE_SIZE?"),
+    ],
+)
+def test_a_slip_is_told_what_was_meant(call: Callable[[], Outer], hint: str) -> None:
+    """A name that is almost one of ours should bring that one to mind; one that is like nothing should not."""
+    with pytest.raises(ConfigError) as caught:
+        call()
+    assert hint in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        parse("--zzz")
+    assert "did you mean" not in str(caught.value)
+
+
 def test_unknown_variables_are_refused() -> None:
     """A mistyped variable of ours should be named; others are none of our business."""
     with pytest.raises(ConfigError, match="QUIRE_SIZES"):
@@ -136,6 +155,19 @@ def test_help_shows_every_public_setting(capsys: pytest.CaptureFixture[str]) -> 
     for name in flags.names(ServeConfig) - {"failpoints", "die_with_parent", "state_file"}:
         assert f"--{name.replace('_', '-')}" in shown
     assert "--failpoints" not in shown
+
+
+def test_help_is_grouped_and_speaks_plainly(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help should sort settings by whom they are for, show defaults as they are typed, and name the variables."""
+    with pytest.raises(SystemExit):
+        flags.parse(ServeConfig, ["--help"], {}, program="quire serve")
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: quire serve [MODEL] [options]\n")
+    places = [shown.index(text) for text in ("--workers", "The model:", "The gateways:", "--port", "The workers:",
+                                             "--block-size", "The scheduler:", "All services:", "QUIRE_")]  # fmt: skip
+    assert places == sorted(places)
+    assert "(default: off)" in shown
+    assert "(default: False)" not in shown
 
 
 @pytest.mark.parametrize("config_class", [GatewayConfig, SchedulerConfig, WorkerConfig, ServeConfig])

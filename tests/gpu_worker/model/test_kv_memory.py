@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -33,6 +36,20 @@ def test_layout_bytes_are_what_is_allocated() -> None:
         cache.values(layer)[2].fill_(2.0)
     assert cache.num_blocks == 5
     assert all(float(cache.keys(layer).sum()) == 5 * 16 * 2 * 8 for layer in range(3))
+
+
+def test_an_unused_cache_takes_no_memory() -> None:
+    """A cache on CPU should be zero, and take memory from the machine only for blocks that were written."""
+    before = resident_bytes()
+    cache = LAYOUT.allocate((256 << 20) // BLOCK_BYTES, torch.device("cpu"))
+    assert resident_bytes() - before < 32 << 20
+    assert not cache.keys(1)[:100].any()
+    cache.keys(0).fill_(1.0)
+    assert resident_bytes() - before > 64 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def test_explicit_size_is_used_in_full() -> None:

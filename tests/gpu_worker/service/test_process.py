@@ -20,8 +20,8 @@ from tests.gpu_worker.service.cell import TOKEN, Cell
 from tests.waiting import wait_until_async
 
 CASES = [
-    ((), "redis_url is empty"),
-    (("--redis-url", "redis://localhost:1"), "model is empty"),
+    ((), "gpu_worker: error: --redis-url: name a Redis"),
+    (("--redis-url", "redis://localhost:1"), "gpu_worker: error: --model: name a model folder"),
     (("--max-num-seqs", "0"), "--max-num-seqs='0': must be 1 to 4096"),
     (("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
     (("--enable-prefix-caching",), "--enable-prefix-caching"),
