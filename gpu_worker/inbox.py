@@ -146,6 +146,10 @@ def open_request(message: RunRequest, record: RequestRecord, body: RequestBody, 
         raise WireError("the log holds other lengths than the record")
     held = Held(message.request_id, message.attempt, message.rank, is_suspect=message.crashes > 0)
     for choice, logged in entries.items():
+        if len(logged) != record.choices[choice].num_entries:
+            raise WireError(
+                f"choice {choice} has {len(logged)} log entries, by its record {record.choices[choice].num_entries}"
+            )
         prompt_len = len(body.prompts[choice // body.n])
         held.choices[choice] = HeldChoice(choice, prompt_len, [encode_entry(e) for e in logged], len(logged))
     held.sequences = tuple(_to_sequence(message, body, choice, logged) for choice, logged in entries.items())

@@ -38,10 +38,16 @@ class _Buffer:
         self._device = torch.zeros(shape, dtype=dtype, device=device) if is_remote else self._host
         self.array: npt.NDArray[np.int64] = self._host.numpy()
 
+    def put(self, values: npt.NDArray[np.int64] | list[int]) -> Tensor:
+        """`values`, written to the front of the array, on the device."""
+        self.array[: len(values)] = values
+        return self.send(len(values))
+
     def send(self, count: int) -> Tensor:
-        """The first `count` entries on the device."""
+        """The first `count` entries on the device. Waits for the copy: the next step writes over its source, and a
+        step that samples nothing ends without any other wait."""
         if self._device is not self._host:
-            self._device[:count].copy_(self._host[:count], non_blocking=True)
+            self._device[:count].copy_(self._host[:count])
         return self._device[:count]
 
 
@@ -69,38 +75,34 @@ class StepInputs:
         """Take over `plan`. A plan beyond the capacity is an error of ours."""
         assert plan.num_tokens <= self._capacity.max_tokens, "more tokens than max_num_batched_tokens"
         assert len(plan.chunks) <= self._capacity.max_sequences, "more sequences than max_num_seqs"
-        first_row, num_wanted = 0, 0
-        for index, chunk in enumerate(plan.chunks):
-            self._fill_chunk(index, chunk, first_row)
-            first_row += chunk.length
-            if chunk.is_sampling:
-                self._wanted_rows.array[num_wanted] = first_row - 1
-                num_wanted += 1
-        self._slots.array[first_row:] = PADDING_SLOT
-        num_chunks = len(plan.chunks)
-        self.token_ids = self._token_ids.send(first_row)
-        self.positions = self._positions.send(first_row)
-        self.slots = self._slots.send(first_row)
-        self.wanted_rows = self._wanted_rows.send(num_wanted)
+        chunks, block_size = plan.chunks, self._capacity.block_size
+        for table, chunk in zip(self._block_tables.array, chunks, strict=False):
+            _fill_table(table, chunk, block_size)
+        lengths = np.array([chunk.length for chunk in chunks])
+        context_lens = np.array([chunk.start for chunk in chunks]) + lengths
+        end_rows = lengths.cumsum()
+        num_rows = plan.num_tokens
+        positions = np.arange(num_rows) + np.repeat(context_lens - end_rows, lengths)
+        blocks = self._block_tables.array[np.repeat(np.arange(len(chunks)), lengths), positions // block_size]
+        self.token_ids = self._token_ids.put([token_id for chunk in chunks for token_id in _known_tokens(chunk)])
+        self.positions = self._positions.put(positions)
+        self.slots = self._slots.put(blocks.astype(np.int64) * block_size + positions % block_size)
+        self.wanted_rows = self._wanted_rows.put(end_rows[[chunk.is_sampling for chunk in chunks]] - 1)
+        self._slots.array[num_rows:] = PADDING_SLOT
         self.batch = PagedBatch(
-            self._query_starts.send(num_chunks + 1),
-            self._context_lens.send(num_chunks),
-            self._block_tables.send(num_chunks),
-            self._capacity.block_size,
+            self._query_starts.put([0, *end_rows]),
+            self._context_lens.put(context_lens),
+            self._block_tables.send(len(chunks)),
+            block_size,
         )
 
-    def _fill_chunk(self, index: int, chunk: PlannedChunk, first_row: int) -> None:
-        sequence, block_size = chunk.sequence, self._capacity.block_size
-        end, end_row = chunk.start + chunk.length, first_row + chunk.length
-        num_blocks = -(-end // block_size)
-        assert len(sequence.block_ids) >= num_blocks, "a chunk without blocks for its tokens"
-        table = self._block_tables.array[index]
-        table[:num_blocks] = sequence.block_ids[:num_blocks]
-        positions = np.arange(chunk.start, end)
-        self._token_ids.array[first_row:end_row] = sequence.token_ids[chunk.start : end]
-        self._positions.array[first_row:end_row] = positions
-        self._slots.array[first_row:end_row] = (
-            table[positions // block_size].astype(np.int64) * block_size + positions % block_size
-        )
-        self._query_starts.array[index + 1] = end_row
-        self._context_lens.array[index] = end
+
+def _known_tokens(chunk: PlannedChunk) -> list[int]:
+    return chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length]
+
+
+def _fill_table(table: npt.NDArray[np.int64], chunk: PlannedChunk, block_size: int) -> None:
+    """Put the blocks of the chunk's tokens, and of those before it, into its row of the block tables."""
+    num_blocks = -(-(chunk.start + chunk.length) // block_size)
+    assert len(chunk.sequence.block_ids) >= num_blocks, "a chunk without blocks for its tokens"
+    table[:num_blocks] = chunk.sequence.block_ids[:num_blocks]

@@ -20,7 +20,7 @@ from torch import Tensor
 from shared.errors import ConfigError
 from shared.logs import get_log
 
-log = get_log("loader")
+_log = get_log("loader")
 
 _INDEX = "model.safetensors.index.json"
 _SAMPLE_BYTES = 1 << 16
@@ -96,7 +96,7 @@ class Checkpoint:
     def _report_progress(self) -> None:
         if time.monotonic() - self._last_progress > 1.0:
             self._last_progress = time.monotonic()
-            log.info("weights.loading", tensors=f"{len(self._taken)}/{len(self._files)}")
+            _log.info("weights.loading", tensors=f"{len(self._taken)}/{len(self._files)}")
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -24,7 +24,7 @@ from shared.ids import RequestId
 from shared.logs import get_log
 from shared.messages import SamplingParams
 
-log = get_log("runner")
+_log = get_log("runner")
 
 LOADERS = {"LlamaForCausalLM": load_llama, "Qwen2ForCausalLM": load_qwen2}
 
@@ -204,16 +204,16 @@ def _size_kv(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.dev
         available = cpu_default_bytes()
     size = size_kv(need, available, is_explicit=explicit is not None)
     if size.max_model_len < need.model_len:
-        log.warning("context.lowered", max_model_len=size.max_model_len,
-                    model_allows=need.model_len, remedy="--kv-cache-memory-bytes")  # fmt: skip
-    log.info("cache.sized", tokens=size.num_tokens, blocks=size.num_blocks, block_size=size.block_size,
+        _log.warning("context.lowered", max_model_len=size.max_model_len,
+                     model_allows=need.model_len, remedy="--kv-cache-memory-bytes")  # fmt: skip
+    _log.info("cache.sized", tokens=size.num_tokens, blocks=size.num_blocks, block_size=size.block_size,
              mib=size.num_blocks * need.layout.block_bytes / 2**20, max_model_len=size.max_model_len,
              full_length_requests=size.num_full_requests)  # fmt: skip
     return size
 
 
 def _profile(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.device) -> int:
-    """The most CUDA memory that a step of full size takes, weights included; bytes."""
+    """The most CUDA memory that a step of full size takes beside the KV cache, weights included; bytes."""
     tokens, block_size = min(config.engine.max_num_batched_tokens, need.model_len), config.engine.block_size
     num_blocks = -(-tokens // block_size)
     sequence = Sequence(
@@ -235,4 +235,4 @@ def _profile(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.dev
         model.logits(hidden[-config.engine.max_num_seqs :])
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
-    return peak
+    return peak - num_blocks * need.layout.block_bytes

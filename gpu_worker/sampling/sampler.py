@@ -60,16 +60,16 @@ class Sampler:
     def _raw_logprobs(self, logits: Tensor, sequences: list[Sequence]) -> list[Tensor | None]:
         """Log-probabilities [vocab_size] of each sequence that wants some, of the whole model's distribution."""
         return [
-            None if s.sampling.num_logprobs is None else torch.log_softmax(row, dim=-1)[: self._vocab_size]
-            for row, s in zip(logits, sequences, strict=True)
+            None if s.sampling.num_logprobs is None else torch.log_softmax(logits[i], dim=-1)[: self._vocab_size]
+            for i, s in enumerate(sequences)
         ]
 
     def _apply_bans(self, logits: Tensor, sequences: list[Sequence]) -> None:
         """No end token before `min_tokens`, in place."""
-        for row, sequence in zip(logits, sequences, strict=True):
+        for row, sequence in enumerate(sequences):
             if sequence.num_output < sequence.sampling.min_tokens:
                 banned = [i for i in sequence.sampling.stop_token_ids if 0 <= i < self._vocab_size]
-                row[torch.tensor(banned, dtype=torch.int64, device=self._device)] = -torch.inf
+                logits[row, torch.tensor(banned, dtype=torch.int64, device=self._device)] = -torch.inf
 
     def _apply_memory(self, logits: Tensor, sequences: list[Sequence]) -> None:
         """Bias and penalties, in place."""

@@ -199,6 +199,18 @@ async def test_a_request_that_breaks_the_model_should_fail_alone(cell: Cell) -> 
     await wait_until(lambda: worker.is_idle, description="an idle report")
 
 
+async def test_a_log_that_contradicts_its_record_should_fail_the_request(cell: Cell) -> None:
+    """Tokens drawn from the wrong place would leave a hole in the log: the client should get an error instead."""
+    worker = await cell.start_worker()
+    request_id = await cell.submit()
+    memory(cell).steps.records[request_id].choices[0].length = 3
+    await cell.dispatch(request_id, worker)
+    record = await cell.wait_for_state(request_id, RequestState.ENDED)
+    assert record.ended is not None
+    assert (record.ended.reason, record.ended.error_kind) == ("failed", "internal_error")
+    await cell.assert_as_solo(await cell.run(worker))
+
+
 async def test_a_broken_model_should_end_the_process(cell: Cell) -> None:
     """When every request fails the service should give up, without a bye, so that they run elsewhere."""
     worker = await cell.start_worker()
