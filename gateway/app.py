@@ -8,8 +8,10 @@ from pathlib import Path
 
 from aiohttp import web
 
+from gateway import limits
 from gateway.auth import KeyRing
 from gateway.background import Background
+from gateway.body_budget import BodyBudget
 from gateway.cell import CellView
 from gateway.detokenize import TokenText
 from gateway.drain import Drain
@@ -137,6 +139,7 @@ def _make_gateway(config: GatewayConfig, bus: Bus, pool: TextPool) -> Gateway:
         model_names=names,
         started_at=unix_now(),
         keys=KeyRing(config.http.api_key),
+        bodies=BodyBudget(limits.MAX_LARGE_BODIES * config.http.max_body_bytes),
         desk=IntakeDesk(folder=folder, model_names=names, max_model_len=_max_model_len(config, folder), pool=pool),
         token_text=TokenText(folder),
         relay=Relay(bus, gateway_id),

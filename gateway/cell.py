@@ -1,8 +1,8 @@
 """What all workers of the cell report, summed: the numbers behind a gateway's `/metrics`.
 
 Reports are hints that expire: gauges of a worker that is gone, or silent for a lease, go with it. Its counters stay in
-the sums, so that totals never fall. Waiting requests are those in the queue (live, held by no worker) and the sequences
-that wait inside workers.
+the sums, so that totals never fall, and count once if it comes back. Waiting requests are those in the queue (live,
+held by no worker) and the sequences that wait inside workers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from shared.messages import WorkerReport
 
 READ_COUNT = 1000
 READ_BLOCK_MS = 500
+FORGET_AFTER_LEASES = 100
+"""An incarnation that was silent for so long never comes back: only its counters are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,7 @@ class CellView:
         for entry_id, message in await self._bus.read_reports(self._after, READ_COUNT, READ_BLOCK_MS):
             self._after = entry_id
             self.note(message)
+        self._forget()
 
     def note(self, message: ReportMessage) -> None:
         """Take one message of the reports stream."""
@@ -63,10 +66,12 @@ class CellView:
 
     async def totals(self) -> CellTotals:
         """The sums now."""
-        self._expire()
-        reports = [report for report, _ in self._latest.values()]
+        now = self._clock.now()
+        reports = [report for report, at in self._latest.values() if now - at < self._lease_s]
         held = {request.request_id for report in reports for request in report.held}
-        preemptions, prompt_tokens, generation_tokens = _add([self._ended_counters, *map(_counters, reports)])
+        preemptions, prompt_tokens, generation_tokens = _add(
+            [self._ended_counters, *(_counters(report) for report, _ in self._latest.values())]
+        )
         return CellTotals(
             num_running=sum(report.num_running for report in reports),
             num_waiting=sum(report.num_waiting for report in reports) + len(await self._live() - held),
@@ -84,10 +89,9 @@ class CellView:
         except BusError:
             return set()
 
-    def _expire(self) -> None:
-        now = self._clock.now()
-        gone = [worker for worker, (_, at) in self._latest.items() if now - at >= self._lease_s]
-        for worker in gone:
+    def _forget(self) -> None:
+        since = self._clock.now() - FORGET_AFTER_LEASES * self._lease_s
+        for worker in [worker for worker, (_, at) in self._latest.items() if at <= since]:
             report, _ = self._latest.pop(worker)
             self._ended_counters = _add([self._ended_counters, _counters(report)])
 

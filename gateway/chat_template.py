@@ -28,7 +28,8 @@ _TEMPLATE_FAILURES = (
     LookupError,
     AttributeError,
     ArithmeticError,
-    RecursionError,
+    RuntimeError,
+    MemoryError,
 )
 _PRIVATE_USE = range(0xE000, 0xF900)
 
@@ -74,7 +75,7 @@ class ChatTemplate:
         except _Refused as refusal:
             raise InvalidRequest(f"messages: {refusal}", param="messages", code="chat_template_error") from None
         except _TEMPLATE_FAILURES as error:
-            reason = f"the model's chat template cannot render these messages: {error}"
+            reason = f"the model's chat template cannot render these messages: {str(error) or type(error).__name__}"
             raise InvalidRequest(f"messages: {reason}", param="messages", code="chat_template_error") from None
         return RenderedChat(text, marker)
 

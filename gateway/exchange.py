@@ -16,7 +16,7 @@ from aiohttp import web
 from gateway.delivery import Delivery
 from gateway.fold import Event, EventId
 from gateway.sse import KEEP_ALIVE, Renderer, error_frame
-from gateway.state import Gateway
+from gateway.state import REQUEST_ID, Gateway
 from gateway.watch import ResponseWatch
 from shared.errors import Overloaded, QuireError, RequestError, RequestFailed
 from shared.failpoints import failpoint
@@ -64,6 +64,7 @@ class Exchange:
         Raises:
             RequestError, BusError: it failed before its first byte.
         """
+        self._request[REQUEST_ID] = self._delivery.request_id
         self._gateway.metrics.open_responses.inc()
         try:
             async with asyncio.timeout(self._gateway.http.request_timeout_s + DEADLINE_GRACE_S):

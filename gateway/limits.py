@@ -19,9 +19,19 @@ MAX_TOP_K = 2**31 - 1
 MAX_USER_CHARS = 512
 MAX_IDEMPOTENCY_KEY_CHARS = 256
 
+MIN_REPETITION_PENALTY = 0.01
+"""A logit of 100 divided by it stays a number; by the least double it is none, and every token would be as good."""
+
 MAX_FIELDS = 256
+MAX_DEPTH = 128
+"""Levels of lists and objects in a body; half of what orjson can write again, for hashing and error messages."""
+
 MAX_UNKNOWN_FIELDS = 32
 MAX_UNKNOWN_DEPTH = 32
+
+FREE_BODY_BYTES = 64 * 1024
+MAX_LARGE_BODIES = 8
+"""Bodies of the largest size that a gateway holds at once (`body_budget.py`); beyond it the answer is 503."""
 
 MAX_PROMPT_BYTES = 4 * 1024 * 1024
 """Text longer than this is never tokenized, whatever the model's context is."""

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from gateway.auth import OPEN_ROUTES
 from gateway.errors import to_answer
-from gateway.state import GATEWAY, TENANT
+from gateway.state import GATEWAY, REQUEST_ID, TENANT
 from shared.errors import InvalidRequest, NotFound, QuireError, RequestFailed
 from shared.logs import get_log
 
@@ -34,7 +34,8 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         return error_response(_from_http(error))
     except Exception:
         gateway.metrics.crashes.inc()
-        _log.error("handler.failed", exc_info=True, method=request.method)
+        request_id = request.get(REQUEST_ID, "")
+        _log.error("handler.failed", exc_info=True, method=request.method, request_id=request_id)
         return error_response(RequestFailed("internal error"))
 
 

@@ -18,12 +18,13 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gateway import limits
-from gateway.unbuilt import check_unbuilt
+from gateway.unbuilt import check_unbuilt, is_nested_deeper
 from shared.errors import InvalidRequest
 
 B = TypeVar("B", bound=BaseModel)
 
 _INT64 = 2**63
+_MAX_SHOWN_CHARS = 120
 
 _COUNT_LIMITS = {
     "messages": limits.MAX_MESSAGES,
@@ -64,7 +65,7 @@ class GenerateBody(_Body):
     min_p: Annotated[float, _number(0, 1)] | None = None
     presence_penalty: Annotated[float, _number(-2, 2)] | None = None
     frequency_penalty: Annotated[float, _number(-2, 2)] | None = None
-    repetition_penalty: Annotated[float, _number(high=2, above=0)] | None = None
+    repetition_penalty: Annotated[float, _number(limits.MIN_REPETITION_PENALTY, 2)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, le=_INT64 - 1)] | None = None
     stop: (
         Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_STRING_CHARS)]
@@ -142,8 +143,8 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """The JSON object in a request's body.
 
     Raises:
-        InvalidRequest: not UTF-8, not JSON (NaN, infinities and numbers beyond a double included), nested beyond 1,024
-            levels, or not an object.
+        InvalidRequest: not UTF-8, not JSON (NaN, infinities and numbers beyond a double included), nested too deep to
+            be written again, or not an object.
     """
     try:
         value = orjson.loads(data)
@@ -151,6 +152,8 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object", code="invalid_json")
+    if is_nested_deeper(value, limits.MAX_DEPTH):
+        raise InvalidRequest(f"the body is nested more than {limits.MAX_DEPTH} levels deep", code="invalid_json")
     return value
 
 
@@ -205,7 +208,7 @@ def _to_invalid(error: ValidationError, raw: dict[str, Any]) -> InvalidRequest:
     if field == "stop":
         return InvalidRequest(f"stop: must be a non-empty string of at most {limits.MAX_STOP_STRING_CHARS} characters, "
                               f"or a list of at most {limits.MAX_STOP_STRINGS} such strings", param="stop")  # fmt: skip
-    shown = ".".join(names)
+    shown = _shorten(".".join(names))
     return InvalidRequest(f"{shown}: {first['msg']}, got {_show(raw, first['loc'])}", param=field or None)
 
 
@@ -219,4 +222,9 @@ def _show(raw: Any, path: tuple[int | str, ...]) -> str:
             return "no value"
     if isinstance(value, (str, dict, list)) and len(value) > 40:
         return f"a {'string' if isinstance(value, str) else type(value).__name__} of length {len(value)}"
-    return orjson.dumps(value).decode()
+    return _shorten(orjson.dumps(value).decode())
+
+
+def _shorten(text: str) -> str:
+    """What a client sent, as much of it as an error message should hold."""
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."

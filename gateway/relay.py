@@ -13,7 +13,6 @@ One subscription a gateway; each response has a `Listener` that gives its log en
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 
 from gateway import limits
 from shared.bus import Bus, ChannelMessage, Subscribed
@@ -89,8 +88,8 @@ class Listener:
         self.request_id = request_id
         self.connection_id: ConnectionId = new_connection_id()
         self._position = 0
-        self._chunks: deque[TokenChunk] = deque()
-        self.num_buffered = 0
+        self._buffer = bytearray()
+        self._buffer_start = 0
         self._must_refill = False
         self._must_check = False
         self._is_woken = asyncio.Event()
@@ -100,12 +99,8 @@ class Listener:
         """Take a publication; never blocks, never grows beyond its bound."""
         if isinstance(message, RequestEnded):
             self._must_check = True
-        elif self.num_buffered + len(message.data) > limits.MAX_BUFFERED_BYTES:
-            self._drop_buffer()
-            self._must_refill = True
         else:
-            self._chunks.append(message)
-            self.num_buffered += len(message.data)
+            self._keep(message)
         self._is_woken.set()
 
     def refill(self) -> None:
@@ -133,26 +128,37 @@ class Listener:
                 return decode_entries(data)
             await self._wait()
 
+    @property
+    def num_buffered(self) -> int:
+        """Bytes that wait to be read."""
+        return len(self._buffer)
+
     def close(self) -> None:
         """Stop listening in this process."""
         self._relay.forget(self)
-        self._drop_buffer()
+        self._buffer.clear()
+
+    def _keep(self, chunk: TokenChunk) -> None:
+        """Put `chunk` behind the buffer, which is one unbroken run of the log: after a gap it begins anew."""
+        end = self._buffer_start + len(self._buffer)
+        if not self._buffer or chunk.offset > end:
+            self._must_refill |= bool(self._buffer)
+            self._buffer_start, self._buffer = chunk.offset, bytearray(chunk.data)
+        else:
+            self._buffer += chunk.data[end - chunk.offset :]
+        if len(self._buffer) > limits.MAX_BUFFERED_BYTES:
+            self._buffer.clear()
+            self._must_refill = True
 
     def _from_buffer(self) -> bytes:
-        """What the buffered chunks hold from the position on; a gap asks for a refill."""
-        parts: list[bytes] = []
-        position = self._position
-        while self._chunks and not self._must_refill:
-            chunk = self._chunks[0]
-            if chunk.offset > position:
-                self._must_refill = True
-                break
-            self._chunks.popleft()
-            self.num_buffered -= len(chunk.data)
-            new = chunk.data[position - chunk.offset :]
-            parts.append(new)
-            position += len(new)
-        return b"".join(parts)
+        """What the buffer holds from the position on; a gap before it asks for a refill."""
+        if self._buffer and self._buffer_start > self._position:
+            self._must_refill = True
+        if self._must_refill:
+            return b""
+        data = bytes(self._buffer[self._position - self._buffer_start :])
+        self._buffer.clear()
+        return data
 
     async def _from_log(self) -> bytes:
         """The log from the position on. The flag falls first: what is published meanwhile raises it again."""
@@ -188,7 +194,3 @@ class Listener:
     async def _pause(self, error: BusError) -> None:
         _log.recurring("read.failed", request_id=self.request_id, error=error)
         await asyncio.sleep(RETRY_S)
-
-    def _drop_buffer(self) -> None:
-        self._chunks.clear()
-        self.num_buffered = 0

@@ -62,6 +62,7 @@ class HttpServer:
             shutdown_timeout=1.0,
             keepalive_timeout=limits.IDLE_TIMEOUT_S,
             lingering_time=1.0,
+            auto_decompress=False,  # a few kB can be 300 MB; `routes/body.py` refuses what is compressed
             max_line_size=limits.MAX_HEADER_BYTES,
             max_field_size=limits.MAX_HEADER_BYTES,
             max_headers=limits.MAX_HEADERS,

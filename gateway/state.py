@@ -8,6 +8,7 @@ from aiohttp import web
 
 from gateway.auth import KeyRing
 from gateway.background import Background
+from gateway.body_budget import BodyBudget
 from gateway.cell import CellView
 from gateway.detokenize import TokenText
 from gateway.drain import Drain
@@ -32,6 +33,7 @@ class Gateway:
     model_names: tuple[str, ...]
     started_at: int
     keys: KeyRing
+    bodies: BodyBudget
     desk: IntakeDesk
     token_text: TokenText
     relay: Relay
@@ -45,3 +47,5 @@ class Gateway:
 GATEWAY = web.AppKey("gateway", Gateway)
 TENANT = web.RequestKey("tenant", str)
 """Where the middleware leaves a request's tenant."""
+REQUEST_ID = web.RequestKey("request_id", str)
+"""Where a handler leaves the id that it gave, for log lines."""

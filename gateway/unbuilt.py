@@ -112,12 +112,18 @@ def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
 def _check_unknown(name: str, value: object) -> None:
     if not (name.isascii() and name.replace("_", "").replace("-", "").isalnum() and len(name) <= 64):
         raise InvalidRequest("a field name holds other characters than letters, digits, _ and -", code="unknown_field")
-    level: list[object] = [value]
-    for _ in range(MAX_UNKNOWN_DEPTH):
+    if is_nested_deeper(value, MAX_UNKNOWN_DEPTH):
+        raise InvalidRequest(f"{name}: unknown field, nested more than {MAX_UNKNOWN_DEPTH} deep", param=name)
+
+
+def is_nested_deeper(value: object, most: int) -> bool:
+    """Whether lists and objects lie in each other more than `most` levels deep in a JSON value."""
+    level = _containers_in([value])
+    for _ in range(most):
         level = [inner for outer in level for inner in _containers_in(outer)]
         if not level:
-            return
-    raise InvalidRequest(f"{name}: unknown field, nested more than {MAX_UNKNOWN_DEPTH} deep", param=name)
+            return False
+    return True
 
 
 def _containers_in(value: object) -> list[object]:

@@ -129,8 +129,10 @@ def open_request(message: RunRequest, record: RequestRecord, body: RequestBody, 
         data: the whole token log, of all choices.
 
     Raises:
-        WireError: `data` is no log, or holds other lengths than the record.
+        WireError: `data` is no log, or body or log contradict the record.
     """
+    if len(body.prompts) * body.n != len(record.choices):
+        raise WireError(f"{len(body.prompts)} prompts times {body.n} are not {len(record.choices)} choices")
     open_choices = [c for c in message.choices if record.choices[c].is_open]
     entries: dict[int, list[TokenEntry]] = {c: [] for c in open_choices}
     for entry in decode_entries(data):

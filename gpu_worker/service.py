@@ -67,10 +67,9 @@ class LoadedModel(ModelRunner, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where this process runs: `name` of the worker, its first identity, and the device it has claimed, if it had to
-    (`device_id`; `prepare_thread` makes it the current one of a thread)."""
+    """Where this process runs: its first identity, and the device it has claimed, if it had to (`device_id`;
+    `prepare_thread` makes it the current one of a thread)."""
 
-    name: str
     first_id: WorkerId
     device_id: str | None = None
     prepare_thread: Callable[[], None] | None = None
@@ -78,8 +77,7 @@ class Place:
 
 def new_place() -> Place:
     """A place with no claimed device."""
-    name = f"{socket.gethostname()}-{os.getpid()}"
-    return Place(name=name, first_id=WorkerId(new_incarnation(name)))
+    return Place(first_id=WorkerId(new_incarnation(f"{socket.gethostname()}-{os.getpid()}")))
 
 
 class WorkerService:
@@ -108,7 +106,9 @@ class WorkerService:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         worker_id = self._place.first_id
         while not await self._live(worker_id, stop):
-            worker_id = WorkerId(new_incarnation(self._place.name))
+            # Named after its own first start: two containers may share host name and pid, and must not end each
+            # other in turns.
+            worker_id = WorkerId(new_incarnation(self._place.first_id))
 
     async def _live(self, worker_id: WorkerId, stop: asyncio.Event) -> bool:
         """One incarnation; False when it was declared dead and another should follow."""

@@ -6,29 +6,55 @@ any strides; slot = block · block_size + offset. A row with slot −1 is paddin
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 
-def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+class WriteSlots:
+    """Where the rows of a step go; one for all layers, so that what follows from the slots is computed once.
+
+    Args:
+        slots: [rows] int64, each at most once; −1 for rows that are padding.
+        block_size: tokens in a block.
+    """
+
+    def __init__(self, slots: Tensor, block_size: int) -> None:
+        self.slots = slots
+        self.block_size = block_size
+
+    @cached_property
+    def written(self) -> Tensor | None:
+        """Rows that are not padding, [any] int64; None when no row is."""
+        return (self.slots >= 0).nonzero().flatten() if bool((self.slots < 0).any()) else None
+
+    @cached_property
+    def index(self) -> tuple[Tensor, Tensor]:
+        """(block, offset) of each written row, int64."""
+        slots = self.slots if self.written is None else self.slots[self.written]
+        return torch.div(slots, self.block_size, rounding_mode="floor"), slots % self.block_size
+
+
+def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: WriteSlots) -> None:
     """Write `key` and `value` into the caches at `slots`; only the caches change.
 
     Args:
         key, value: [rows, kv_heads, head_size], of the caches' dtype.
         key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size], any strides.
-        slots: [rows] int64, each at most once; −1 for rows that are padding.
+        slots: of the rows.
     """
-    if key.shape != value.shape or key.shape[0] != slots.shape[0] or key.shape[1:] != key_cache.shape[2:]:
-        raise ValueError(f"key {list(key.shape)}, slots {list(slots.shape)}, cache {list(key_cache.shape)}")
+    num_slots = slots.slots.shape[0]
+    if key.shape != value.shape or key.shape[0] != num_slots or key.shape[1:] != key_cache.shape[2:]:
+        raise ValueError(f"key {list(key.shape)}, {num_slots} slots, cache {list(key_cache.shape)}")
+    if key_cache.shape[1] != slots.block_size:
+        raise ValueError(f"slots for blocks of {slots.block_size} tokens, cache {list(key_cache.shape)}")
     kv_write_reference(key, value, key_cache, value_cache, slots)
 
 
-def kv_write_reference(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+def kv_write_reference(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: WriteSlots) -> None:
     """The same by indexed assignment."""
-    if bool((slots < 0).any()):
-        kept = slots >= 0
-        key, value, slots = key[kept], value[kept], slots[kept]
-    block_size = key_cache.shape[1]
-    index = (torch.div(slots, block_size, rounding_mode="floor"), slots % block_size)
-    key_cache[index] = key
-    value_cache[index] = value
+    if slots.written is not None:
+        key, value = key[slots.written], value[slots.written]
+    key_cache[slots.index] = key
+    value_cache[slots.index] = value

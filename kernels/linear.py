@@ -11,7 +11,9 @@ Design note: **a row of y depends on that row of x only, never on how many rows 
 
 * MKL (`F.linear`, float32) changes rows at 1, 2, 3 (and with two threads 5, 7, 9) rows; multiples of 8 are all equal.
 * oneDNN, packed, float32 and bfloat16: all row counts equal but 1, and that differs only where `in` exceeds about
-  1000 (another split of the sum). So one row is computed as two.
+  1000 (another split of the sum). So one row is computed as `MIN_ROWS`. Four, since oneDNN is slower with less: all
+  products of SmolLM2-135M with 1 / 2 / 3 / 4 / 8 rows take 50 / 57 / 51 / 42 / 54 ms in float32 and 25 / 26 / 22 / 22 /
+  26 ms in bfloat16 (one thread, the fewest of 8 rounds; all packed weights one after another, so none is cached).
 
 As other machines may split elsewhere, float32 is checked when a weight is packed (`_is_row_invariant`, once a size);
 if the check fails, products run in calls of exactly `ROW_TILE` rows, which cannot depend on the row count.
@@ -26,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MIN_ROWS = 2
+MIN_ROWS = 4
 ROW_TILE = 32  # 10 % slower per row than one call with 512 rows (float32, 896 → 9728)
 _CHECKED_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 64, 100)
 
@@ -80,7 +82,9 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tenso
     rows = x.shape[0]
     if rows == 0:
         return x.new_empty((0, weight.out_features))
-    return _linear_packed(_pad_rows(x, max(rows, MIN_ROWS)), weight.tensor, bias)[:rows]
+    if rows < MIN_ROWS:
+        return _linear_packed(torch.cat((x,) * MIN_ROWS)[:MIN_ROWS], weight.tensor, bias)[:rows]
+    return _linear_packed(x, weight.tensor, bias)
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -120,11 +124,6 @@ def _is_row_invariant(out_features: int, in_features: int, num_threads: int) -> 
     generator = torch.Generator().manual_seed(0)
     weight = torch.empty(out_features, in_features).normal_(generator=generator)
     x = torch.empty(max(_CHECKED_ROWS), in_features).normal_(generator=generator)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-    whole = _linear_packed(x, packed, None)
-    for rows in _CHECKED_ROWS:
-        last = x[-rows:]
-        y = _linear_packed(_pad_rows(last, max(rows, MIN_ROWS)), packed, None)[:rows]
-        if not torch.equal(y, whole[-rows:]):
-            return False
-    return True
+    packed = LinearWeight(torch.ops.mkldnn._reorder_linear_weight(weight), is_packed=True)
+    whole = linear(x, packed)
+    return all(torch.equal(linear(x[-rows:], packed), whole[-rows:]) for rows in _CHECKED_ROWS)

@@ -65,18 +65,20 @@ class _Group:
     """`sequences` with `num_rows` query rows each and keys padded to `num_keys`.
 
     Attributes:
-        rows: [sequences · num_rows] int64, which query rows.
+        rows: which query rows: a slice, or [sequences · num_rows] int64 where they are not consecutive.
+        first_position: of any query row; all rows see the keys up to there.
         block_ids: [sequences · blocks] int64, padded with whatever block.
-        positions: [sequences, num_rows] int64, of the query rows.
+        is_visible: [sequences, num_rows, num_keys] bool, which keys a query row sees.
         stale: int64 indices into the gathered [sequences · blocks · block_size] slots that hold no key.
     """
 
     num_sequences: int
     num_rows: int
     num_keys: int
-    rows: Tensor
+    rows: slice | Tensor
+    first_position: int
     block_ids: Tensor
-    positions: Tensor
+    is_visible: Tensor
     stale: Tensor
 
 
@@ -130,23 +132,20 @@ def _attend_in_tiles(query: Tensor, keys: Tensor, values: Tensor, group: _Group,
     Args:
         query: [S, rows, heads, D]; keys, values: [S, num_keys, kv_heads, D].
     """
-    num_sequences, num_rows, heads, _ = query.shape
+    num_sequences, num_rows, _, _ = query.shape
     kv_heads = keys.shape[2]
     folded = _fold(query, kv_heads)
     wanted = folded.shape[1]
     folded = F.pad(folded, (0, 0, 0, -wanted % _ROW_MULTIPLE)) * scale
-    positions = group.positions.repeat_interleave(heads // kv_heads, dim=1)
-    positions = F.pad(positions, (0, folded.shape[1] - wanted), value=group.num_keys)[:, None, :, None]
-    first_position = int(group.positions.min())
     key_tiles, value_tiles = _to_tiles(keys), _to_tiles(values)
     best = folded.new_full((folded.shape[0], folded.shape[1], 1), -torch.inf)
     total, mixed = torch.zeros_like(best), torch.zeros_like(folded)
     for tile in range(key_tiles.shape[0]):
         scores = torch.bmm(folded, key_tiles[tile].transpose(1, 2))
-        if first_position < (tile + 1) * KEY_TILE - 1:
-            key_positions = torch.arange(tile * KEY_TILE, (tile + 1) * KEY_TILE, device=query.device)
-            view = scores.view(num_sequences, kv_heads, -1, KEY_TILE)
-            view.masked_fill_(key_positions > positions, -torch.inf)
+        if group.first_position < (tile + 1) * KEY_TILE - 1:
+            is_hidden = ~group.is_visible[:, :, tile * KEY_TILE : (tile + 1) * KEY_TILE]
+            view = scores[:, :wanted].view(num_sequences, kv_heads, num_rows, -1, KEY_TILE)
+            view.masked_fill_(is_hidden[:, None, :, None], -torch.inf)
         new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
         weights, shrink = torch.exp(scores - new_best), torch.exp(best - new_best)
         total = total * shrink + weights.sum(-1, keepdim=True)
@@ -156,28 +155,20 @@ def _attend_in_tiles(query: Tensor, keys: Tensor, values: Tensor, group: _Group,
 
 
 def _attend_fused(query: Tensor, keys: Tensor, values: Tensor, group: _Group, scale: float) -> Tensor:
-    """torch's fused attention: decode rows with GQA folded into the query rows, chunks one sequence at a time."""
+    """torch's fused attention: decode rows with GQA folded into the query rows, or the chunk of one sequence."""
     num_sequences, num_rows, heads, size = query.shape
     kv_heads = keys.shape[2]
-    key_positions = torch.arange(group.num_keys, device=query.device)
-    visible = key_positions <= group.positions[:, :, None]
     if num_rows == 1:
         folded = query.view(num_sequences, kv_heads, -1, size)
         out = F.scaled_dot_product_attention(
-            folded, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=visible[:, None], scale=scale
+            folded, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=group.is_visible[:, None], scale=scale
         )
         return out.reshape(num_sequences, 1, heads, size)
-    repeats = heads // kv_heads
-    parts = []
-    for sequence in range(num_sequences):
-        grouped = query[sequence].view(num_rows, kv_heads, repeats, size).permute(1, 2, 0, 3)
-        own_keys, own_values = (x[sequence].transpose(0, 1)[:, None] for x in (keys, values))
-        shared = (kv_heads, repeats, group.num_keys, size)
-        out = F.scaled_dot_product_attention(
-            grouped, own_keys.expand(shared), own_values.expand(shared), attn_mask=visible[sequence], scale=scale
-        )
-        parts.append(out.permute(2, 0, 1, 3).reshape(num_rows, heads, size))
-    return torch.stack(parts)
+    split = query.view(num_rows, kv_heads, -1, size).permute(1, 2, 0, 3)
+    shared = (kv_heads, heads // kv_heads, group.num_keys, size)
+    own_keys, own_values = (x[0].transpose(0, 1)[:, None].expand(shared) for x in (keys, values))
+    out = F.scaled_dot_product_attention(split, own_keys, own_values, attn_mask=group.is_visible[0], scale=scale)
+    return out.permute(2, 0, 1, 3).reshape(1, num_rows, heads, size)
 
 
 def _fold(query: Tensor, kv_heads: int) -> Tensor:
@@ -222,9 +213,8 @@ def _make_groups(batch: PagedBatch) -> list[_Group]:
 def _make_group(batch: PagedBatch, rows: int, num_keys: int, members: list[tuple[int, int, int]]) -> _Group:
     device, num_blocks = batch.block_tables.device, -(-num_keys // batch.block_size)
     sequences = torch.tensor([sequence for sequence, _, _ in members], device=device)
-    firsts = torch.tensor([first for _, first, _ in members], device=device)
     contexts = torch.tensor([context for _, _, context in members], device=device)
-    offsets = torch.arange(rows, device=device)
+    positions = contexts[:, None] - rows + torch.arange(rows, device=device)
     tables = batch.block_tables.new_zeros((len(members), num_blocks)).long()
     known = min(num_blocks, batch.block_tables.shape[1])
     tables[:, :known] = batch.block_tables[sequences, :known]
@@ -234,8 +224,17 @@ def _make_group(batch: PagedBatch, rows: int, num_keys: int, members: list[tuple
         num_sequences=len(members),
         num_rows=rows,
         num_keys=num_keys,
-        rows=(firsts[:, None] + offsets).flatten(),
+        rows=_query_rows([first for _, first, _ in members], rows, device),
+        first_position=min(context for _, _, context in members) - rows,
         block_ids=tables.where(is_owned, 0).flatten(),
-        positions=contexts[:, None] - rows + offsets,
+        is_visible=torch.arange(num_keys, device=device) <= positions[:, :, None],
         stale=(slots >= contexts[:, None]).flatten().nonzero().flatten(),
     )
+
+
+def _query_rows(firsts: list[int], count: int, device: torch.device) -> slice | Tensor:
+    """`count` rows from each of `firsts` on; a slice, which copies nothing, if they follow one another."""
+    start = firsts[0]
+    if firsts == list(range(start, start + len(firsts) * count, count)):
+        return slice(start, start + len(firsts) * count)
+    return (torch.tensor(firsts, device=device)[:, None] + torch.arange(count, device=device)).flatten()

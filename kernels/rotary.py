@@ -1,10 +1,13 @@
 """Rotary position embedding in the split-halves order of Llama and Qwen.
 
 For a head vector (a, b) of two halves at position p: (a·cos − b·sin, b·cos + a·sin), with cos and sin taken from a
-table at p. Layouts: x [rows, heads, head_size], table [positions, head_size] = cos half, then sin half, float32.
+table at p. Layouts: x [rows, heads, head_size], table [positions, head_size] = cos half, then sin half, float32. What
+a step takes from the table is the same in all of its layers: `take_turns` once, then `rotary` in each.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,17 +20,39 @@ def make_cos_sin(inverse_frequencies: Tensor, num_positions: int) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-def rotary(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
-    """Rotate `x` in place.
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The rotation of each row: `cos` is (cos, cos) and `sin` is (−sin, sin), both [rows, 1, head_size] float32, so
+    that a row is x · cos + (its halves swapped) · sin."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def take_turns(cos_sin: Tensor, positions: Tensor) -> Turns:
+    """The rotations at `positions`.
+
+    Args:
+        cos_sin: from `make_cos_sin`.
+        positions: [rows] int64, below the table's length.
+    """
+    cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
+    return Turns(cos=torch.cat((cos, cos), dim=-1), sin=torch.cat((-sin, sin), dim=-1))
+
+
+def rotary(x: Tensor, turns: Turns) -> None:
+    """Rotate `x` in place; the same bits as `rotary_reference`.
 
     Args:
         x: [rows, heads, head_size]; may be a view (queries and keys of a fused projection at once).
-        positions: [rows] int64, below the table's length.
-        cos_sin: from `make_cos_sin`.
+        turns: of the rows.
     """
-    if x.dim() != 3 or x.shape[0] != positions.shape[0] or x.shape[2] != cos_sin.shape[1]:
-        raise ValueError(f"x {list(x.shape)}, positions {list(positions.shape)}, table {list(cos_sin.shape)}")
-    x.copy_(rotary_reference(x, positions, cos_sin))
+    if x.dim() != 3 or (x.shape[0], 1, x.shape[2]) != turns.cos.shape:
+        raise ValueError(f"x is {list(x.shape)}, its turns are {list(turns.cos.shape)}")
+    wide = x.float()
+    first, second = wide.chunk(2, dim=-1)
+    swapped = torch.cat((second, first), dim=-1)
+    x.copy_((wide * turns.cos).add_(swapped.mul_(turns.sin)))
 
 
 def rotary_reference(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:

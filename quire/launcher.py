@@ -15,7 +15,6 @@ import os
 import shlex
 import socket
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from quire import __version__, checkpoint, services
 from quire.embedded_redis import EmbeddedRedis
+from quire.private_folder import private_folder
 from quire.supervisor import ChildSpec, Signals, StartFailed, Supervisor
 from shared import config as settings
 from shared.config import ServeConfig
@@ -162,7 +162,7 @@ class _Cell:
         if self._config.data_dir:
             folder = Path(self._config.data_dir).expanduser().absolute()
         else:
-            folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="quire-")))
+            folder = self._cleanup.enter_context(private_folder(say))
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:

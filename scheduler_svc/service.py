@@ -67,7 +67,7 @@ class SchedulerService:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then give the lead up."""
-        serving = asyncio.create_task(self._serve())
+        serving = asyncio.create_task(self._serve(stop))
         try:
             await stop.wait()
         finally:
@@ -80,9 +80,9 @@ class SchedulerService:
                 await self._bus.yield_lead(self._token)
         log.info("scheduler.stopped")
 
-    async def _serve(self) -> None:
+    async def _serve(self, stop: asyncio.Event) -> None:
         back_off_s = 0.1
-        while True:
+        while not stop.is_set():  # looked at, since a task group that fails as it is cancelled tells only the failure
             term: _Term | None = None
             try:
                 await self._stand_by()
@@ -273,11 +273,11 @@ class _Term:
             case d.Reject(request_id=request_id, message=message):
                 log.info("request.rejected", request_id=request_id, why=message)
                 self._metrics.rejections.inc()
-                await self._bus.end(request_id, "rejected", "never_fits", message)
+                await self._bus.end(request_id, "rejected", "never_fits", message, token=self._token)
             case d.Abort(request_id=request_id, reason=reason, message=message):
                 log.info("request.aborted", request_id=request_id, reason=reason)
                 self._metrics.aborts.inc()
-                await self._bus.end(request_id, reason, _ERROR_KINDS.get(reason, ""), message)
+                await self._bus.end(request_id, reason, _ERROR_KINDS.get(reason, ""), message, token=self._token)
             case d.Recheck(request_ids=request_ids):
                 return await self._observe(request_ids)
             case d.RemoveGateway(gateway_id=gateway_id):

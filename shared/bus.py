@@ -7,7 +7,7 @@ machines without Redis. Both pass `tests/contract`. The rules behind each method
 * a write that depends on a role carries its proof: the leader token, or (worker incarnation, attempt);
 * every method is idempotent: a caller that lost the reply calls again.
 
-Any method raises `BusUnavailable` (the effect may have happened) or `BusRefused` (it has not).
+Any method raises `BusUnavailable` (the effect may have happened), `BusRefused` (it has not) or `BusBroken`.
 """
 
 from __future__ import annotations
@@ -212,9 +212,11 @@ class RequestOps(Protocol):
         no effect, too when the request has ended (usage is told) or entry `index` is no token of the log."""
         ...
 
-    async def end(self, request_id: RequestId, reason: str, error_kind: str = "", error_message: str = "") -> bool:
+    async def end(
+        self, request_id: RequestId, reason: str, error_kind: str = "", error_message: str = "", *, token: str = ""
+    ) -> bool:
         """Compare-and-set to ended: reason, usage once, out of `live`, TTLs, publish to listeners, hint to leader and
-        owner. True for exactly one caller."""
+        owner. True for exactly one caller. A leader gives its `token`: `LeaderLost` when it leads no more."""
         ...
 
 
@@ -292,7 +294,7 @@ class WorkerOps(Protocol):
     """What workers do. `worker_id` is the incarnation, the proof of ownership with the attempt."""
 
     async def hello(self, message: WorkerHello) -> None:
-        """Enter the `workers` hash."""
+        """Enter the `workers` hash. Earlier incarnations of the same name are over: as `requeue` does for each."""
         ...
 
     async def bye(self, worker_id: WorkerId) -> None:

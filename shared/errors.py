@@ -5,7 +5,8 @@
     ├── WireError               bytes on the bus that are not a message of ours
     ├── BusError                Redis cannot be used now
     │   ├── BusUnavailable      no connection, a time-out, a failover
-    │   └── BusRefused          Redis refuses writes (memory or disk full)
+    │   ├── BusRefused          Redis refuses writes (memory or disk full)
+    │   └── BusBroken           Redis holds what is none of ours under a name of ours
     ├── LeaderLost              another scheduler holds the leader token
     └── RequestError            one request is refused or failed; carries `code` and `param`
         ├── InvalidRequest      the request itself is wrong (400)
@@ -43,6 +44,11 @@ class BusUnavailable(BusError):
 
 class BusRefused(BusError):
     """Redis refused a write (maxmemory, disk). The effect has not happened."""
+
+
+class BusBroken(BusError):
+    """Redis answered an error that only foreign data explains, such as a key of another type. It has to be repaired, by
+    us where a reader knows how, else by its owner; until then everybody keeps trying."""
 
 
 class LeaderLost(QuireError):

@@ -37,6 +37,11 @@ def new_incarnation(name: str) -> str:
     return f"{name}:{secrets.token_hex(6)}"
 
 
+def worker_name(worker_id: WorkerId) -> str:
+    """What all incarnations of one worker share."""
+    return worker_id.rpartition(":")[0]
+
+
 def new_connection_id() -> ConnectionId:
     """Identity of one listener (one HTTP response being written)."""
     return ConnectionId(secrets.token_hex(6))

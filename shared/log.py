@@ -75,7 +75,7 @@ def _split(data: bytes) -> list[object]:
         while unpacker.tell() < len(data):
             items.append(unpacker.unpack())
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
-        raise WireError(f"not a run of whole entries: {error or type(error).__name__}") from None
+        raise WireError(f"not a run of whole entries: {str(error) or type(error).__name__}") from None
     return items
 
 

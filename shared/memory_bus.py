@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from shared import dead_letters, keys, wire
 from shared.bus import (
@@ -98,7 +98,11 @@ class MemoryBus:
     async def stop_choice(self, request_id: RequestId, choice: int, index: int) -> bool:
         return self.steps.stop_choice(request_id, choice, index)
 
-    async def end(self, request_id: RequestId, reason: str, error_kind: str = "", error_message: str = "") -> bool:
+    async def end(
+        self, request_id: RequestId, reason: str, error_kind: str = "", error_message: str = "", *, token: str = ""
+    ) -> bool:
+        if token:
+            self.steps.require_lead(token)
         ended = RequestEnded(request_id=request_id, reason=reason, error_kind=error_kind, error_message=error_message)
         return self.steps.end(ended)
 
@@ -245,10 +249,7 @@ class MemoryBus:
         messages: list[tuple[EntryId, M]] = []
         for entry in entries:
             try:
-                message = wire.decode_any(entry.data)
-                if not isinstance(message, kinds):
-                    raise WireError(f"a {type(message).__name__} does not belong here")
-                messages.append((entry.id, cast(M, message)))
+                messages.append((entry.id, wire.decode(entry.data, *kinds)))
             except WireError as error:
                 await self.bury(source, entry.data, str(error))
                 await self._fail_named(entry)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from shared import wire
 from shared.bus import ChannelMessage, ChoiceState, NewRequest, RequestRecord, RequestState, Subscribed, WorkerPulse
 from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId
-from shared.messages import RequestBody, RequestEnded, SubmitRequest, WorkerHello
-from shared.publications import decode_publication
+from shared.messages import RequestBody, RequestEnded, SubmitRequest, TokenChunk, WorkerHello
 
 Order = tuple[int, int]
 
@@ -199,7 +199,7 @@ class MemorySubscription:
                 event = await self._queue.get()
         except TimeoutError:
             return None
-        return event if isinstance(event, Subscribed) else decode_publication(event)
+        return event if isinstance(event, Subscribed) else wire.decode_batch(event, TokenChunk, RequestEnded)
 
     async def close(self) -> None:
         self.is_closed = True

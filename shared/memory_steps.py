@@ -25,7 +25,7 @@ from shared.bus import (
 )
 from shared.clock import Clock
 from shared.errors import LeaderLost
-from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId
+from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId, worker_name
 from shared.memory_records import MemoryRecord, MemoryStream, MemoryWorker, to_order
 from shared.messages import (
     AbortRequest,
@@ -177,18 +177,7 @@ class MemorySteps:
 
     def requeue(self, token: str, worker_id: WorkerId) -> list[RequestId]:
         self.require_lead(token)
-        worker = self.workers.get(worker_id)
-        suspect = None if worker is None else worker.suspect
-        queued = [request_id for request_id, record in self.live.items() if record.owner == worker_id]
-        for request_id in queued:
-            record = self.live[request_id]
-            record.queue_again()
-            if suspect is None:
-                record.crashes = max(record.crashes, 1)
-            elif suspect == request_id:
-                record.crashes += 1
-        self.bye(worker_id)
-        return queued
+        return self._requeue(worker_id)
 
     def requeue_one(self, token: str, request_id: RequestId, owner: WorkerId, attempt: int) -> bool:
         self.require_lead(token)
@@ -203,6 +192,9 @@ class MemorySteps:
 
     def hello(self, message: WorkerHello) -> None:
         self.workers.setdefault(message.worker_id, MemoryWorker(message)).hello = message
+        name = worker_name(message.worker_id)
+        for other in [w for w in self.workers if w != message.worker_id and worker_name(w) == name]:
+            self._requeue(other)
 
     def bye(self, worker_id: WorkerId) -> None:
         self.workers.pop(worker_id, None)
@@ -235,6 +227,20 @@ class MemorySteps:
             return None
         self.devices[free[0]] = worker_id
         return free[0]
+
+    def _requeue(self, worker_id: WorkerId) -> list[RequestId]:
+        worker = self.workers.get(worker_id)
+        suspect = None if worker is None else worker.suspect
+        queued = [request_id for request_id, record in self.live.items() if record.owner == worker_id]
+        for request_id in queued:
+            record = self.live[request_id]
+            record.queue_again()
+            if suspect is None:
+                record.crashes = max(record.crashes, 1)
+            elif suspect == request_id:
+                record.crashes += 1
+        self.bye(worker_id)
+        return queued
 
     def _limit(self, summary: SubmitRequest) -> str:
         if len(self.live) >= self._limits.max_live_requests:
@@ -313,7 +319,7 @@ class MemorySteps:
         holder = self.devices.get(device)
         if holder is None:
             return True
-        return holder.rpartition(":")[0] == worker_id.rpartition(":")[0] and holder not in self.workers
+        return worker_name(holder) == worker_name(worker_id) and holder not in self.workers
 
     def _queue_again(self, request_id: RequestId, owner: WorkerId, attempt: int) -> MemoryRecord | None:
         record = self.live.get(request_id)

@@ -32,7 +32,7 @@ from shared.bus import (
 )
 from shared.errors import WireError
 from shared.failpoints import failpoint
-from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId
+from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId, worker_name
 from shared.messages import (
     AbortRequest,
     PreemptRequest,
@@ -115,17 +115,19 @@ class RedisBus:
     async def stop_choice(self, request_id: RequestId, choice: int, index: int) -> bool:
         return bool(await self._link.run(scripts.STOP_CHOICE, request_id, choice, index))
 
-    async def end(self, request_id: RequestId, reason: str, error_kind: str = "", error_message: str = "") -> bool:
-        return bool(await self._link.run(scripts.END, request_id, reason, error_kind, error_message))
+    async def end(
+        self, request_id: RequestId, reason: str, error_kind: str = "", error_message: str = "", *, token: str = ""
+    ) -> bool:
+        return bool(await self._link.run(scripts.END, request_id, reason, error_kind, error_message, token))
 
     # LeaderOps
 
     async def read_leader(self) -> LeaderPulse:
         token, beat = await self._link.call("HMGET", keys.LEADER, "token", "beat")
-        return LeaderPulse(token=(token or b"").decode(), beat=int(beat or 0))
+        return LeaderPulse(token=(token or b"").decode("latin-1"), beat=_count(beat))
 
     async def take_lead(self, token: str, seen: LeaderPulse) -> bool:
-        return bool(await self._link.run(scripts.TAKE_LEAD, token, seen.token, seen.beat))
+        return bool(await self._link.run(scripts.TAKE_LEAD, token, seen.token.encode("latin-1"), seen.beat))
 
     async def raise_lead(self, token: str) -> None:
         await self._link.run(scripts.RAISE_LEAD, token)
@@ -144,7 +146,11 @@ class RedisBus:
             await self._link.run(scripts.ACK_SUBMITS, keys.SUBMIT_GROUP, *entry_ids)
 
     async def list_live(self) -> set[RequestId]:
-        return {RequestId(name.decode()) for name in await self._link.call("SMEMBERS", keys.LIVE)}
+        names = await self._link.call("SMEMBERS", keys.LIVE)
+        foreign = [name for name in names if not name.isascii()]
+        if foreign:
+            await self._link.call("SREM", keys.LIVE, *foreign)
+        return {RequestId(name.decode()) for name in names if name.isascii()}
 
     async def load_records(self, request_ids: Sequence[RequestId]) -> list[RequestRecord | None]:
         records: list[RequestRecord | None] = []
@@ -180,7 +186,8 @@ class RedisBus:
 
     async def read_gateways(self) -> dict[GatewayId, int]:
         fields = await self._read_hash(keys.GATEWAYS)
-        return {GatewayId(name.removeprefix("beat:")): int(beat) for name, beat in fields.items()}
+        beats = {name.removeprefix("beat:"): beat for name, beat in fields.items() if name.startswith("beat:")}
+        return {GatewayId(name): _count(beat) for name, beat in beats.items()}
 
     async def remove_gateway(self, token: str, gateway_id: GatewayId) -> list[RequestId]:
         return [RequestId(name.decode()) for name in await self._link.run(scripts.REMOVE_GATEWAY, token, gateway_id)]
@@ -188,7 +195,7 @@ class RedisBus:
     # WorkerOps
 
     async def hello(self, message: WorkerHello) -> None:
-        await self._link.run(scripts.HELLO, message.worker_id, wire.encode(message))
+        await self._link.run(scripts.HELLO, message.worker_id, worker_name(message.worker_id), wire.encode(message))
 
     async def bye(self, worker_id: WorkerId) -> None:
         await self._link.run(scripts.BYE, worker_id)
@@ -226,8 +233,7 @@ class RedisBus:
         await self._link.call("XADD", keys.REPORTS, *entry)
 
     async def claim_device(self, worker_id: WorkerId, device_ids: Sequence[str]) -> str | None:
-        name = worker_id.rpartition(":")[0]
-        device = await self._link.run(scripts.CLAIM_DEVICE, worker_id, name, *device_ids)
+        device = await self._link.run(scripts.CLAIM_DEVICE, worker_id, worker_name(worker_id), *device_ids)
         return None if device is None else str(device.decode())
 
     async def read_workers(self) -> list[WorkerPulse]:
@@ -257,7 +263,7 @@ class RedisBus:
 
     async def _read_hash(self, key: str) -> dict[str, bytes]:
         flat = await self._link.call("HGETALL", key)
-        return {name.decode(): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+        return {name.decode(errors="replace"): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
 
     async def _fail_unreadable(self, request_id: RequestId) -> None:
         await self.end(request_id, dead_letters.END_REASON, dead_letters.ERROR_KIND, dead_letters.ERROR_MESSAGE)
@@ -283,7 +289,12 @@ class RedisBus:
 def _to_pulse(hello: WorkerHello, worker: str, fields: dict[str, bytes]) -> WorkerPulse:
     return WorkerPulse(
         hello=hello,
-        beat=int(fields.get(f"beat:{worker}", 0)),
-        num_steps=int(fields.get(f"steps:{worker}", 0)),
-        has_work=int(fields.get(f"held:{worker}", 0)) > 0,
+        beat=_count(fields.get(f"beat:{worker}")),
+        num_steps=_count(fields.get(f"steps:{worker}")),
+        has_work=_count(fields.get(f"held:{worker}")) > 0,
     )
+
+
+def _count(data: bytes | None) -> int:
+    """A counter; one that is no number stands at 0 until its owner raises it."""
+    return int(data) if data is not None and data.isdigit() and len(data) < 20 else 0

@@ -2,17 +2,19 @@
 
 Commands and scripts share a small pool that queues callers; blocking reads have connections of their own, so that they
 never delay a script. redis-py's own retries are off: a caller of the bus decides what to do again, since only it knows
-whether that is safe. Replies are raw RESP2 (bytes, ints, lists), the same from every server version.
+whether that is safe. So are its time-outs: it sends under `asyncio.wait_for`, which before Python 3.12 forgets a
+cancellation that comes just as the sending ends; one `asyncio.timeout` around each call covers all of it. Replies are
+raw RESP2 (bytes, ints, lists), the same from every server version.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
-from shared.errors import BusRefused, BusUnavailable, ConfigError, LeaderLost
+from shared.errors import BusBroken, BusRefused, BusUnavailable, ConfigError, LeaderLost
 from shared.redis_lua import NOT_LEADER, Script
 
 Argument = bytes | str | int | float
@@ -39,18 +41,14 @@ class RedisLink:
             "protocol": 2,
             "retry": Retry(NoBackoff(), 0),
             "socket_connect_timeout": CONNECT_TIMEOUT_S,
+            "socket_timeout": None,
         }
         try:
-            commands = BlockingConnectionPool.from_url(
-                url,
-                max_connections=MAX_CONNECTIONS,
-                timeout=COMMAND_TIMEOUT_S,
-                socket_timeout=COMMAND_TIMEOUT_S,
-                **options,
-            )
-            reads = ConnectionPool.from_url(url, socket_timeout=COMMAND_TIMEOUT_S + MAX_BLOCK_MS / 1000, **options)
-        except ValueError as error:
-            raise ConfigError(f"--redis-url: {error}") from None
+            commands = BlockingConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS, timeout=None, **options)
+            reads = ConnectionPool.from_url(url, **options)
+        except ValueError:
+            forms = "redis://[:password@]host:port/db, rediss://... or unix:///path"
+            raise ConfigError(f"--redis-url: no address of a Redis; use {forms}") from None
         self._commands: Any = Redis(connection_pool=commands)
         self.reads: Any = Redis(connection_pool=reads)
         for client in (self._commands, self.reads):
@@ -58,19 +56,19 @@ class RedisLink:
 
     async def call(self, *command: Argument) -> Any:
         """The raw reply of one command."""
-        async with _our_errors():
+        async with _our_errors(COMMAND_TIMEOUT_S):
             return await self._commands.execute_command(*command)
 
     async def wait(self, *command: Argument) -> Any:
         """The raw reply of one command that may block, on a connection of its own."""
-        async with _our_errors():
+        async with _our_errors(COMMAND_TIMEOUT_S + MAX_BLOCK_MS / 1000):
             return await self.reads.execute_command(*command)
 
     async def run(self, script: Script, *arguments: Argument) -> Any:
         """The raw reply of a script. Raises `LeaderLost` when it says so."""
         from redis.exceptions import NoScriptError
 
-        async with _our_errors():
+        async with _our_errors(COMMAND_TIMEOUT_S):
             try:
                 return await self._commands.execute_command("EVALSHA", script.sha, 0, *arguments)
             except NoScriptError:
@@ -83,30 +81,15 @@ class RedisLink:
             await client.connection_pool.disconnect()
 
 
-@contextmanager
-def keep_cancellation() -> Iterator[None]:
-    """Raise the cancellation that was lost within, if one was.
-
-    redis-py sends through `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes just as the
-    sending ends: the task would run on for ever, and a time-out around it never come.
-    """
-    task = asyncio.current_task()
-    assert task is not None
-    before = task.cancelling()
-    try:
-        yield
-    finally:
-        if task.cancelling() > before:
-            raise asyncio.CancelledError
-
-
 @asynccontextmanager
-async def _our_errors() -> AsyncIterator[None]:
+async def _our_errors(timeout_s: float) -> AsyncIterator[None]:
     from redis import exceptions
 
     try:
-        with keep_cancellation():
+        async with asyncio.timeout(timeout_s):
             yield
+    except TimeoutError as error:
+        raise BusUnavailable(f"Redis: no answer in {timeout_s:g} s") from error
     except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
         raise BusUnavailable(f"Redis: {error}") from error
     except exceptions.ResponseError as error:
@@ -119,4 +102,4 @@ async def _our_errors() -> AsyncIterator[None]:
         absences = (exceptions.ReadOnlyError, exceptions.ClusterDownError, exceptions.TryAgainError)
         if isinstance(error, absences) or words & _ABSENCES:
             raise BusUnavailable(f"Redis: {text}") from error
-        raise
+        raise BusBroken(f"Redis: {text}") from error

@@ -20,6 +20,10 @@ from shared import keys
 from shared.ids import GatewayId, RequestId, WorkerId
 from shared.messages import WIRE_VERSION
 
+MAX_CHOICES = 65536
+"""More than any request has; a record that claims more is not believed, or one script would loop for minutes."""
+DEFAULT_TTL_MS = 600_000
+
 NOT_LEADER = "LEADERLOST"
 """First word of the error that scripts answer to a token that does not lead."""
 
@@ -30,8 +34,50 @@ local REQ, LOG = '{keys.record(RequestId(""))}', '{keys.log(RequestId(""))}'
 local INBOX, CHANNEL = '{keys.inbox(WorkerId(""))}', '{keys.token_channel(GatewayId(""))}'
 local REPORTS_CAP, V = {keys.REPORTS_CAP}, {WIRE_VERSION}
 
+local MAX_CHOICES, DEFAULT_TTL_MS = {MAX_CHOICES}, {DEFAULT_TTL_MS}
+
 local function write_when_full()
   redis.call('HDEL', WORKERS, '')
+end
+
+local function whole(text, otherwise)
+  local n = tonumber(text)
+  return n and n == math.floor(n) and n >= 0 and n < 2 ^ 53 and n or otherwise
+end
+
+local function num_choices(text)
+  return math.min(whole(text, 0), MAX_CHOICES)
+end
+
+local function listeners_of(packed)
+  local is_read, listeners = pcall(cmsgpack.unpack, packed)
+  if not is_read or type(listeners) ~= 'table' then return {{}} end
+  for _, l in ipairs(listeners) do
+    if type(l) ~= 'table' or type(l[1]) ~= 'string' or type(l[2]) ~= 'string' then return {{}} end
+  end
+  return listeners
+end
+
+local function raise(key, field)
+  local n = redis.pcall('HINCRBY', key, field, 1)
+  if type(n) == 'number' then return n end
+  redis.call('HSET', key, field, 1)
+  return 1
+end
+
+local function reserve(tokens)
+  if type(redis.pcall('INCRBY', LIVE_TOKENS, tokens)) ~= 'number' then redis.call('SET', LIVE_TOKENS, tokens) end
+end
+
+-- The compare-and-set of ending: true for one caller only.
+local function leave_live(id, reserved)
+  if redis.call('SREM', LIVE, id) == 0 then return false end
+  if redis.call('SCARD', LIVE) == 0 then
+    redis.call('DEL', LIVE_TOKENS)
+  else
+    reserve(-whole(reserved, 0))
+  end
+  return true
 end
 """
 
@@ -89,7 +135,7 @@ end
 -- Puts a packed message into the box of each gateway that listens; `publish` sends the boxes, one publication each.
 local function tell(boxes, listeners, message)
   local told = {}
-  for _, listener in ipairs(cmsgpack.unpack(listeners)) do
+  for _, listener in ipairs(listeners_of(listeners)) do
     local gateway = listener[1]
     if not told[gateway] then
       told[gateway] = true
@@ -116,9 +162,9 @@ local function count_tokens(key, choices)
   for c = 0, choices - 1 do
     local r = redis.call('HMGET', key, 'len:' .. c, 'stop:' .. c, 'fin:' .. c)
     if r[2] then
-      total = total + tonumber(r[2]) + 1
+      total = total + whole(r[2], 0) + 1
     else
-      total = total + (tonumber(r[1]) or 0) - (r[3] and 1 or 0)
+      total = total + math.max(0, whole(r[1], 0) - (r[3] and 1 or 0))
     end
   end
   return total
@@ -127,22 +173,16 @@ end
 -- Ends a live request: true for one caller only. `abort`: tell the owner, who does not know it by itself.
 local function end_request(boxes, id, reason, kind, message, abort)
   local key = REQ .. id
-  if redis.call('SREM', LIVE, id) == 0 then return false end
-  local r = redis.call('HMGET', key, 'state', 'owner', 'listeners', 'idem', 'choices', 'reserved', 'ttl_ms',
+  local r = redis.pcall('HMGET', key, 'state', 'owner', 'listeners', 'idem', 'choices', 'reserved', 'ttl_ms',
       'prompt_tokens')
-  if not r[1] then return false end
-  local completion = count_tokens(key, tonumber(r[5]))
+  if not leave_live(id, r[6]) or not r[1] then return false end
+  local completion, ttl_ms = count_tokens(key, num_choices(r[5])), whole(r[7], DEFAULT_TTL_MS)
   redis.call('HSET', key, 'state', 'ended', 'reason', reason, 'completion_tokens', completion, 'error_kind', kind,
       'error_message', message)
-  redis.call('PEXPIRE', key, r[7])
-  redis.call('PEXPIRE', LOG .. id, r[7])
-  if r[4] ~= '' then redis.call('PEXPIRE', r[4], r[7]) end
-  if redis.call('SCARD', LIVE) == 0 then
-    redis.call('DEL', LIVE_TOKENS)
-  else
-    redis.call('DECRBY', LIVE_TOKENS, r[6])
-  end
-  local ended = cmsgpack.pack({t = 'ended', v = V, request_id = id, reason = reason, prompt_tokens = tonumber(r[8]),
+  redis.call('PEXPIRE', key, ttl_ms)
+  redis.call('PEXPIRE', LOG .. id, ttl_ms)
+  if r[4] and r[4] ~= '' then redis.call('PEXPIRE', r[4], ttl_ms) end
+  local ended = cmsgpack.pack({t = 'ended', v = V, request_id = id, reason = reason, prompt_tokens = whole(r[8], 0),
       completion_tokens = completion, error_kind = kind, error_message = message})
   tell(boxes, r[3], ended)
   redis.call('XADD', REPORTS, 'MAXLEN', '~', REPORTS_CAP, '*', 'id', id, 'd', ended)
@@ -157,7 +197,7 @@ LISTENERS = """
 local function read_listeners(key)
   local r = redis.call('HMGET', key, 'state', 'listeners')
   if not r[1] or r[1] == 'ended' then return nil end
-  return cmsgpack.unpack(r[2])
+  return listeners_of(r[2])
 end
 
 -- Removes the listeners of a gateway (of one connection, if it is given); how many are left.
@@ -172,6 +212,10 @@ end
 """
 
 WORKER_GONE = """
+local function is_named(worker, name)
+  return string.match(worker, '^(.*):') == name
+end
+
 local function forget_worker(worker)
   redis.call('HDEL', WORKERS, 'hello:' .. worker, 'beat:' .. worker, 'steps:' .. worker, 'held:' .. worker,
       'suspect:' .. worker)
@@ -180,6 +224,27 @@ local function forget_worker(worker)
   for i = 1, #claims, 2 do
     if claims[i + 1] == worker then redis.call('HDEL', DEVICES, claims[i]) end
   end
+end
+
+-- Forgets a worker that has died, queues again what it owned and counts its crash; the requests.
+local function requeue_all(worker)
+  local suspect = redis.call('HGET', WORKERS, 'suspect:' .. worker)
+  local queued = {}
+  for _, id in ipairs(redis.call('SMEMBERS', LIVE)) do
+    local key = REQ .. id
+    local r = redis.call('HMGET', key, 'state', 'owner', 'crashes')
+    if r[1] == 'running' and r[2] == worker then
+      queue_again(key)
+      if suspect == id then
+        redis.call('HINCRBY', key, 'crashes', 1)
+      elseif not suspect and r[3] == '0' then
+        redis.call('HSET', key, 'crashes', 1)
+      end
+      queued[#queued + 1] = id
+    end
+  end
+  forget_worker(worker)
+  return queued
 end
 """
 

@@ -47,6 +47,8 @@ def parse_record(row: list[Any]) -> RequestRecord:
     choices = row[len(RECORD_REPLY_FIELDS) :]
     try:
         summary = wire.decode(fields["summary"], SubmitRequest)
+        if 3 * summary.num_choices != len(choices):
+            raise ValueError(f"{summary.num_choices} choices submitted, {len(choices) // 3} stored")
         state = RequestState(fields["state"].decode())
         milliseconds, _, sequence = fields["order"].decode().partition("-")
         return RequestRecord(

@@ -13,7 +13,8 @@ RECORD_REPLY_FIELDS = (
     "summary", "state", "order", "attempt", "owner", "listeners", "orphan_ttl_s", "preemptions", "crashes", "choices",
     "reason", "prompt_tokens", "completion_tokens", "error_kind", "error_message",
 )  # fmt: skip
-"""What `LOAD_RECORDS` answers first; then length, stop index and finish of each choice."""
+"""What `LOAD_RECORDS` answers first; then length, stop index and finish of each choice. What has no record, or one that
+is none, is not live."""
 
 
 SUBMIT = script(
@@ -33,7 +34,7 @@ if memory_high ~= '' then return {'full', id, memory_high} end
 if redis.call('SCARD', LIVE) >= max_requests then
   return {'full', id, 'live requests: at most ' .. max_requests}
 end
-if tonumber(redis.call('GET', LIVE_TOKENS) or '0') + tonumber(reserved) > max_tokens then
+if whole(redis.call('GET', LIVE_TOKENS), 0) + tonumber(reserved) > max_tokens then
   return {'full', id, 'tokens of live requests: at most ' .. max_tokens}
 end
 local order = redis.call('XADD', SUBMIT, '*', 'id', id, 'd', summary)
@@ -41,7 +42,7 @@ redis.call('HSET', REQ .. id, 'summary', summary, 'body', body, 'state', 'queued
     'owner', '', 'listeners', listeners, 'orphan_ttl_s', orphan_ttl_s, 'choices', choices, 'open', choices, 'reserved',
     reserved, 'ttl_ms', ttl_ms, 'preemptions', 0, 'crashes', 0, 'idem', idem, 'prompt_tokens', prompt_tokens)
 redis.call('SADD', LIVE, id)
-redis.call('INCRBY', LIVE_TOKENS, reserved)
+reserve(reserved)
 if idem ~= '' then redis.call('SET', idem, id .. ' ' .. body_hash) end
 return {'new', id, ''}
 """
@@ -52,8 +53,12 @@ LOAD_RECORDS = script(
     """
 local rows = {}
 for i, id in ipairs(ARGV) do
-  local row = redis.call('HMGET', REQ .. id, unpack(FIELDS))
-  for c = 0, row[1] and tonumber(row[10]) - 1 or -1 do
+  local row = redis.pcall('HMGET', REQ .. id, unpack(FIELDS))
+  if not row[1] then
+    leave_live(id, '0')
+    redis.call('DEL', REQ .. id, LOG .. id)
+  end
+  for c = 0, row[1] and num_choices(row[10]) - 1 or -1 do
     local r, n = redis.call('HMGET', REQ .. id, 'len:' .. c, 'stop:' .. c, 'fin:' .. c), #FIELDS + 3 * c
     row[n + 1], row[n + 2], row[n + 3] = r[1], r[2], r[3]
   end
@@ -90,10 +95,12 @@ return drop_listeners(key, listeners, ARGV[2], ARGV[3])
 )
 
 END = script(
+    lua.LEADER,
     lua.RECORDS,
     lua.TELL,
     lua.END,
     """
+if ARGV[5] ~= '' and not leads(ARGV[5]) then return NOT_LEADER end
 local boxes = {}
 local won = end_request(boxes, ARGV[1], ARGV[2], ARGV[3], ARGV[4], true)
 publish(boxes)
@@ -127,10 +134,10 @@ TAKE_LEAD = script(
 local token, seen_token, seen_beat = ARGV[1], ARGV[2], ARGV[3]
 local r = redis.call('HMGET', LEADER, 'token', 'beat')
 if r[1] == token then return 1 end
-if (r[1] or '') ~= seen_token or (r[2] or '0') ~= seen_beat then return 0 end
+if (r[1] or '') ~= seen_token or whole(r[2], 0) ~= tonumber(seen_beat) then return 0 end
 write_when_full()
 redis.call('HSET', LEADER, 'token', token)
-redis.call('HINCRBY', LEADER, 'beat', 1)
+raise(LEADER, 'beat')
 return 1
 """
 )
@@ -140,7 +147,7 @@ RAISE_LEAD = script(
     """
 if not leads(ARGV[1]) then return NOT_LEADER end
 write_when_full()
-return redis.call('HINCRBY', LEADER, 'beat', 1)
+return raise(LEADER, 'beat')
 """,
 )
 
@@ -204,25 +211,8 @@ REQUEUE = script(
     lua.WORKER_GONE,
     """
 if not leads(ARGV[1]) then return NOT_LEADER end
-local worker = ARGV[2]
 write_when_full()
-local suspect = redis.call('HGET', WORKERS, 'suspect:' .. worker)
-local queued = {}
-for _, id in ipairs(redis.call('SMEMBERS', LIVE)) do
-  local key = REQ .. id
-  local r = redis.call('HMGET', key, 'state', 'owner', 'crashes')
-  if r[1] == 'running' and r[2] == worker then
-    queue_again(key)
-    if suspect == id then
-      redis.call('HINCRBY', key, 'crashes', 1)
-    elseif not suspect and r[3] == '0' then
-      redis.call('HSET', key, 'crashes', 1)
-    end
-    queued[#queued + 1] = id
-  end
-end
-forget_worker(worker)
-return queued
+return requeue_all(ARGV[2])
 """,
 )
 
@@ -256,11 +246,18 @@ return orphans
 )
 
 HELLO = script(
+    lua.RECORDS,
+    lua.WORKER_GONE,
     """
-redis.call('HSET', WORKERS, 'hello:' .. ARGV[1], ARGV[2])
-redis.call('HSETNX', WORKERS, 'beat:' .. ARGV[1], 0)
+local worker, name, hello = ARGV[1], ARGV[2], ARGV[3]
+redis.call('HSET', WORKERS, 'hello:' .. worker, hello)
+redis.call('HSETNX', WORKERS, 'beat:' .. worker, 0)
+for _, field in ipairs(redis.call('HKEYS', WORKERS)) do
+  local other = string.match(field, '^hello:(.*)$')
+  if other and other ~= worker and is_named(other, name) then requeue_all(other) end
+end
 return 1
-"""
+""",
 )
 
 BYE = script(
@@ -324,7 +321,7 @@ local worker, steps, held = ARGV[1], ARGV[2], cmsgpack.unpack(ARGV[3])
 local is_known, answers = is_known_worker(worker), {}
 if is_known then
   write_when_full()
-  redis.call('HINCRBY', WORKERS, 'beat:' .. worker, 1)
+  raise(WORKERS, 'beat:' .. worker)
   redis.call('HSET', WORKERS, 'steps:' .. worker, steps, 'held:' .. worker, #held)
 end
 for i, item in ipairs(held) do
@@ -364,13 +361,14 @@ return redis.call('HSET', WORKERS, 'suspect:' .. ARGV[1], ARGV[2])
 
 CLAIM_DEVICE = script(
     lua.RECORDS,
+    lua.WORKER_GONE,
     """
 local worker, name = ARGV[1], ARGV[2]
 local free
 for i = 3, #ARGV do
   local holder = redis.call('HGET', DEVICES, ARGV[i])
   if holder == worker then return ARGV[i] end
-  local is_free = not holder or (string.match(holder, '^(.*):') == name and not is_known_worker(holder))
+  local is_free = not holder or (is_named(holder, name) and not is_known_worker(holder))
   free = free or (is_free and ARGV[i])
 end
 if free then redis.call('HSET', DEVICES, free, worker) end
@@ -383,6 +381,6 @@ say hello is free. Other claims go with their worker (requeue, bye)."""
 GATEWAY_BEAT = script(
     """
 write_when_full()
-return redis.call('HINCRBY', GATEWAYS, 'beat:' .. ARGV[1], 1)
+return raise(GATEWAYS, 'beat:' .. ARGV[1])
 """
 )

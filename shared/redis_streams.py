@@ -7,14 +7,15 @@ at it; removal comes last, so a crash in between only buries it twice.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from shared import keys, wire
 from shared.dead_letters import MAX_BURIED_BYTES, named_request
-from shared.errors import BusUnavailable, WireError
+from shared.errors import BusBroken, BusUnavailable, WireError
 from shared.ids import EntryId, RequestId
 from shared.logs import get_log
 from shared.redis_link import MAX_BLOCK_MS, RedisLink
@@ -70,26 +71,26 @@ class RedisStreams:
                 return await self._decode(stream, entries, kinds)
 
     async def bury(self, source: str, data: bytes, why: str) -> None:
-        """Put bytes that nobody can read into `dead`."""
+        """Put bytes that nobody can read into `dead`; where `dead` is no stream they are only logged, since a message
+        that can be neither read nor buried would hold up all that come after it."""
         log.warning("message.buried", source=source, size=len(data), why=why)
         kept = data[:MAX_BURIED_BYTES]
-        await self._link.call(
-            "XADD", keys.DEAD, "MAXLEN", "~", keys.DEAD_CAP, "*", "source", source, "d", kept, "why", why
-        )
+        with contextlib.suppress(BusBroken):
+            await self._link.call(
+                "XADD", keys.DEAD, "MAXLEN", "~", keys.DEAD_CAP, "*", "source", source, "d", kept, "why", why
+            )
 
     async def _with_group(self, stream: str, read: Callable[[], Awaitable[Any]]) -> Any:
-        from redis.exceptions import ResponseError
-
         for _ in range(GROUP_ATTEMPTS):
             try:
                 return await read()
-            except ResponseError as error:
-                if not str(error).startswith("NOGROUP"):
+            except BusBroken as error:
+                if "NOGROUP" not in str(error):
                     raise
             try:
                 await self._link.call("XGROUP", "CREATE", stream, keys.SUBMIT_GROUP, "0", "MKSTREAM")
-            except ResponseError as error:
-                if not str(error).startswith("BUSYGROUP"):  # another scheduler was faster
+            except BusBroken as error:
+                if "BUSYGROUP" not in str(error):  # another scheduler was faster
                     raise
         raise BusUnavailable(f"the consumer group of {stream} is lost again and again")
 
@@ -98,10 +99,7 @@ class RedisStreams:
         for entry in entries:
             data = entry.fields.get(b"d", b"")
             try:
-                message = wire.decode_any(data)
-                if not isinstance(message, kinds):
-                    raise WireError(f"a {type(message).__name__} does not belong here")
-                messages.append((entry.id, cast(M, message)))
+                messages.append((entry.id, wire.decode(data, *kinds)))
             except WireError as error:
                 await self._remove(stream, entry, data, str(error))
         return messages

@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 from typing import Any
 
-from shared import keys
+from shared import keys, wire
 from shared.bus import ChannelMessage, Subscribed
 from shared.errors import BusError, WireError
 from shared.ids import GatewayId
-from shared.publications import decode_publication
-from shared.redis_link import RedisLink, keep_cancellation
+from shared.messages import RequestEnded, TokenChunk
+from shared.redis_link import COMMAND_TIMEOUT_S, RedisLink
 from shared.redis_streams import RedisStreams
 
 PING_AFTER_S = 5.0
@@ -89,7 +89,8 @@ class RedisSubscription:
         async with contextlib.AsyncExitStack() as undo:
             pubsub = self._link.reads.pubsub()
             undo.push_async_callback(pubsub.aclose)
-            await pubsub.subscribe(self._channel)
+            async with asyncio.timeout(COMMAND_TIMEOUT_S):
+                await pubsub.subscribe(self._channel)
             undo.pop_all()
         return pubsub
 
@@ -101,13 +102,12 @@ class RedisSubscription:
         elif now - self._heard_at >= PING_AFTER_S:
             if self._is_asked:
                 raise ConnectionError("no answer to PING")
-            with keep_cancellation():
-                await self._pubsub.ping()
+            await self._pubsub.ping()
             self._heard_at, self._is_asked = now, True
 
     async def _decode(self, data: bytes) -> list[ChannelMessage] | None:
         try:
-            return decode_publication(data)
+            return wire.decode_batch(data, TokenChunk, RequestEnded)
         except WireError as error:
             with contextlib.suppress(BusError):  # it is logged too, and what it told is found in the token log
                 await self._streams.bury(self._channel, data, str(error))

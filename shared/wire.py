@@ -34,16 +34,13 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(fields)
 
 
-def decode(data: bytes, expected: type[M]) -> M:
-    """The message in `data`, which must be an `expected`.
+def decode(data: bytes, *expected: type[M]) -> M:
+    """The message in `data`, which must be one of the `expected`.
 
     Raises:
         WireError: not msgpack, not a message, another class, or a field is missing, unknown or ill-typed.
     """
-    message = decode_any(data)
-    if not isinstance(message, expected):
-        raise WireError(f"expected a {expected.__name__}, got a {type(message).__name__}")
-    return message
+    return _require(decode_any(data), expected)
 
 
 def decode_any(data: bytes) -> Message:
@@ -54,11 +51,35 @@ def decode_any(data: bytes) -> Message:
         raw = _decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise WireError(f"not msgpack: {error}") from None
-    return decode_map(raw)
+    return _decode_map(raw)
 
 
-def decode_map(raw: object) -> Message:
-    """The message that an already unpacked map holds (scripts publish lists of them). Raises `WireError`."""
+def decode_batch(data: bytes, *expected: type[M]) -> list[M]:
+    """The messages of one publication: a msgpack array of maps, each one of the `expected`. Raises `WireError`."""
+    try:
+        items = _decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise WireError(f"not msgpack: {error}") from None
+    if not isinstance(items, list):
+        raise WireError("a publication is an array of messages")
+    return [_require(_decode_map(item), expected) for item in items]
+
+
+def encode_batch(messages: list[Message]) -> bytes:
+    """The bytes of one publication; `decode_batch` reads them."""
+    head = len(messages)
+    prefix = bytes([0x90 | head]) if head < 16 else b"\xdd" + head.to_bytes(4, "big")
+    return prefix + b"".join(encode(message) for message in messages)
+
+
+def _require(message: Message, expected: tuple[type[M], ...]) -> M:
+    if not isinstance(message, expected):
+        wanted = " or ".join(cls.__name__ for cls in expected)
+        raise WireError(f"expected a {wanted}, got a {type(message).__name__}")
+    return message
+
+
+def _decode_map(raw: object) -> Message:
     if not isinstance(raw, dict):
         raise WireError(f"a message is a map, got {type(raw).__name__}")
     tag, version = raw.pop("t", None), raw.pop("v", None)
@@ -71,21 +92,3 @@ def decode_map(raw: object) -> Message:
         return cast(Message, msgspec.convert(raw, cls, strict=True))
     except (msgspec.MsgspecError, RecursionError) as error:
         raise WireError(f"{cls.__name__}: {error}") from None
-
-
-def decode_batch(data: bytes) -> list[Message]:
-    """The messages of one publication: a msgpack array of message maps. Raises `WireError`."""
-    try:
-        items = _decoder.decode(data)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise WireError(f"not msgpack: {error}") from None
-    if not isinstance(items, list):
-        raise WireError("a publication is an array of messages")
-    return [decode_map(item) for item in items]
-
-
-def encode_batch(messages: list[Message]) -> bytes:
-    """The bytes of one publication; `decode_batch` reads them."""
-    head = len(messages)
-    prefix = bytes([0x90 | head]) if head < 16 else b"\xdd" + head.to_bytes(4, "big")
-    return prefix + b"".join(encode(message) for message in messages)

@@ -3,33 +3,55 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway import limits
+from gateway.body_budget import Share
 from gateway.fold import EventId
 from gateway.sse import parse_event_id
 from gateway.state import GATEWAY
 from shared.errors import InvalidRequest
 
 
-async def read_body(request: web.Request) -> bytes:
-    """The whole body.
+@asynccontextmanager
+async def body_of(request: web.Request) -> AsyncIterator[bytes]:
+    """The whole body, which counts against the gateway's budget for large bodies until the block is left.
 
     Raises:
-        InvalidRequest: it is too large (413), comes too slowly (408) or breaks HTTP's rules.
+        InvalidRequest: it is too large (413), comes too slowly (408), is compressed, or breaks HTTP's rules.
+        Overloaded: too many large bodies are being taken in.
     """
-    http = request.app[GATEWAY].http
-    if (request.content_length or 0) > http.max_body_bytes:
-        raise web.HTTPRequestEntityTooLarge(max_size=http.max_body_bytes, actual_size=request.content_length or 0)
-    try:
-        async with asyncio.timeout(http.body_timeout_s):
-            return await request.read()
-    except TimeoutError:
-        raise InvalidRequest("the body came too slowly", code="request_timeout") from None
-    except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError):
-        raise InvalidRequest("the body is not what its headers say", code="bad_request") from None
+    gateway = request.app[GATEWAY]
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise InvalidRequest("compressed bodies are not taken", code="unsupported_encoding")
+    _check_size(request.content_length or 0, gateway.http.max_body_bytes)
+    with gateway.bodies.share() as share:
+        try:
+            async with asyncio.timeout(gateway.http.body_timeout_s):
+                data = await _read(request, share, gateway.http.max_body_bytes)
+        except TimeoutError:
+            raise InvalidRequest("the body came too slowly", code="request_timeout") from None
+        except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError):
+            raise InvalidRequest("the body is not what its headers say", code="bad_request") from None
+        yield data
+
+
+async def _read(request: web.Request, share: Share, max_bytes: int) -> bytes:
+    data = bytearray()
+    while piece := await request.content.readany():
+        _check_size(len(data) + len(piece), max_bytes)
+        share.add(len(piece))
+        data += piece
+    return bytes(data)
+
+
+def _check_size(num_bytes: int, most: int) -> None:
+    if num_bytes > most:
+        raise InvalidRequest("the body is larger than --max-body-bytes allows", code="body_too_large")
 
 
 def idempotency_key(request: web.Request) -> str | None:

@@ -7,8 +7,8 @@ import time
 from aiohttp import web
 
 from gateway.exchange import Exchange
-from gateway.routes.body import idempotency_key, last_event_id, read_body
-from gateway.state import GATEWAY, TENANT
+from gateway.routes.body import body_of, idempotency_key, last_event_id
+from gateway.state import GATEWAY, REQUEST_ID, TENANT
 from gateway.submission import join, submit
 from gateway.watch import ResponseWatch
 
@@ -41,8 +41,9 @@ async def _generate(request: web.Request, kind: str) -> web.StreamResponse:
     gateway.drain.check()
     key, after = idempotency_key(request), last_event_id(request)
     with gateway.drain.tracked():
-        data = await read_body(request)
-        intake, worker = await gateway.desk.take(kind, data, gateway.health)
+        async with body_of(request) as data:
+            intake, worker = await gateway.desk.take(kind, data, gateway.health)
+        request[REQUEST_ID] = intake.request_id
         delivery, is_new = await submit(gateway, intake, worker=worker, tenant=request[TENANT], idempotency_key=key)
         watch = ResponseWatch(gateway.metrics, delivery.request_id, is_counted=is_new, started=started)
         exchange = Exchange(

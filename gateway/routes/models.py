@@ -8,7 +8,7 @@ from aiohttp import web
 
 from gateway.openai import DetokenizeBody, TokenizeBody, parse_body, parse_json
 from gateway.prompt import IdsPrompt, read_messages, read_prompts
-from gateway.routes.body import read_body
+from gateway.routes.body import body_of
 from gateway.state import GATEWAY, Gateway
 from shared.errors import InvalidRequest
 
@@ -27,16 +27,18 @@ async def get_model(request: web.Request) -> web.Response:
 
 async def post_tokenize(request: web.Request) -> web.Response:
     """Token ids of a text, or of messages through the chat template."""
-    gateway, data = request.app[GATEWAY], await read_body(request)
-    ids, strings = await gateway.desk.in_pool(lambda: _tokenize(gateway, data))
+    gateway = request.app[GATEWAY]
+    async with body_of(request) as data:
+        ids, strings = await gateway.desk.in_pool(lambda: _tokenize(gateway, data))
     answer = {"count": len(ids), "max_model_len": _max_model_len(gateway), "tokens": ids, "token_strs": strings}
     return web.json_response(answer)
 
 
 async def post_detokenize(request: web.Request) -> web.Response:
     """Text of token ids, control tokens included."""
-    gateway, data = request.app[GATEWAY], await read_body(request)
-    return web.json_response({"prompt": await gateway.desk.in_pool(lambda: _detokenize(gateway, data))})
+    gateway = request.app[GATEWAY]
+    async with body_of(request) as data:
+        return web.json_response({"prompt": await gateway.desk.in_pool(lambda: _detokenize(gateway, data))})
 
 
 def _tokenize(gateway: Gateway, data: bytes) -> tuple[list[int], list[str] | None]:

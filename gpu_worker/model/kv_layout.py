@@ -55,19 +55,20 @@ class KvCache:
     """The blocks of all layers."""
 
     def __init__(self, layers: list[Tensor]) -> None:
-        self._layers = layers
+        self._keys = [blocks[:, 0] for blocks in layers]
+        self._values = [blocks[:, 1] for blocks in layers]
 
     @property
     def num_blocks(self) -> int:
-        return int(self._layers[0].shape[0])
+        return int(self._keys[0].shape[0])
 
     def keys(self, layer: int) -> Tensor:
         """[num_blocks, block_size, kv_heads, head_size], a view."""
-        return self._layers[layer][:, 0]
+        return self._keys[layer]
 
     def values(self, layer: int) -> Tensor:
         """[num_blocks, block_size, kv_heads, head_size], a view."""
-        return self._layers[layer][:, 1]
+        return self._values[layer]
 
 
 def _map_zeros(shape: tuple[int, ...], *, dtype: torch.dtype) -> Tensor:

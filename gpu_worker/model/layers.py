@@ -10,11 +10,11 @@ from torch import Tensor
 
 from gpu_worker.model.config import CheckpointConfig, RopeScaling
 from gpu_worker.model.kv_layout import KvCache
-from kernels.kv_write import kv_write
+from kernels.kv_write import WriteSlots, kv_write
 from kernels.linear import linear, pack_weight
 from kernels.paged_attention import PagedBatch, paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.rotary import make_cos_sin, rotary
+from kernels.rotary import Turns, make_cos_sin, rotary
 from kernels.silu_mul import silu_mul
 
 
@@ -23,11 +23,11 @@ class StepContext:
     """What the layers of one step share.
 
     Attributes:
-        positions: [rows] int64. slots: [rows] int64, −1 for padding. batch: the chunks. cache: all layers' blocks.
+        turns: rotation of each row. slots: where each row is written. batch: the chunks. cache: all layers' blocks.
     """
 
-    positions: Tensor
-    slots: Tensor
+    turns: Turns
+    slots: WriteSlots
     batch: PagedBatch
     cache: KvCache
 
@@ -67,17 +67,17 @@ class RmsNorm:
 class Attention:
     """Self-attention of layer `layer` over the paged cache, with queries, keys and values from one projection."""
 
-    def __init__(self, config: CheckpointConfig, layer: int, *, qkv: Linear, output: Linear, cos_sin: Tensor) -> None:
+    def __init__(self, config: CheckpointConfig, layer: int, *, qkv: Linear, output: Linear) -> None:
         self._layer = layer
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._head_size = config.head_size
-        self._qkv, self._output, self._cos_sin = qkv, output, cos_sin
+        self._qkv, self._output = qkv, output
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """[rows, hidden] → [rows, hidden]; writes this step's keys and values into the cache."""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
         num_rotated = self._num_heads + self._num_kv_heads
-        rotary(heads[:, :num_rotated], step.positions, self._cos_sin)
+        rotary(heads[:, :num_rotated], step.turns)
         query = heads[:, : self._num_heads]
         keys, values = step.cache.keys(self._layer), step.cache.values(self._layer)
         kv_write(heads[:, self._num_heads : num_rotated], heads[:, num_rotated:], keys, values, step.slots)

@@ -7,9 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_worker.model.config import CheckpointConfig
-from gpu_worker.model.kv_layout import KvGroup
+from gpu_worker.model.inputs import StepInputs
+from gpu_worker.model.kv_layout import KvCache, KvGroup
 from gpu_worker.model.layers import Attention, GatedMlp, Linear, RmsNorm, StepContext, rotary_table
 from gpu_worker.model.loader import Checkpoint
+from kernels.kv_write import WriteSlots
+from kernels.rotary import take_turns
 
 
 class DecoderLayer:
@@ -30,19 +33,29 @@ class Llama:
 
     Args:
         embedding: [vocab, hidden]. head: hidden → vocab.
+        cos_sin: [positions, head_size] float32, from `rotary_table`.
     """
 
-    def __init__(self, embedding: Tensor, layers: list[DecoderLayer], *, norm: RmsNorm, head: Linear) -> None:
+    def __init__(
+        self, embedding: Tensor, layers: list[DecoderLayer], *, norm: RmsNorm, head: Linear, cos_sin: Tensor
+    ) -> None:
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
+        self._cos_sin = cos_sin
 
     @property
     def kv_groups(self) -> tuple[KvGroup, ...]:
         """All layers see the whole context."""
         return (KvGroup(layers=range(len(self._layers))),)
 
-    def forward(self, token_ids: Tensor, step: StepContext) -> Tensor:
-        """Normed hidden states [rows, hidden] of `token_ids` [rows] int64; writes their keys and values."""
-        residual = F.embedding(token_ids, self._embedding)
+    def forward(self, inputs: StepInputs, cache: KvCache) -> Tensor:
+        """Normed hidden states [rows, hidden] of the step's tokens; writes their keys and values into `cache`."""
+        step = StepContext(
+            turns=take_turns(self._cos_sin, inputs.positions),
+            slots=WriteSlots(inputs.slots, inputs.batch.block_size),
+            batch=inputs.batch,
+            cache=cache,
+        )
+        residual = F.embedding(inputs.token_ids, self._embedding)
         x: Tensor | None = None
         for layer in self._layers:
             x = layer(x, residual, step)
@@ -56,16 +69,16 @@ class Llama:
 
 def load_llama(config: CheckpointConfig, checkpoint: Checkpoint, max_model_len: int, device: torch.device) -> Llama:
     """The model of `config` with its weights from `checkpoint`."""
-    cos_sin = rotary_table(config, max_model_len, device)
     vocab = (config.vocab_size, config.hidden_size)
     embedding = checkpoint.take("model.embed_tokens.weight", vocab)
-    layers = [_load_layer(config, checkpoint, layer, cos_sin) for layer in range(config.num_layers)]
+    layers = [_load_layer(config, checkpoint, layer) for layer in range(config.num_layers)]
     norm = RmsNorm(checkpoint.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
     head = Linear(embedding if config.is_tied else checkpoint.take("lm_head.weight", vocab))
-    return Llama(embedding, layers, norm=norm, head=head)
+    cos_sin = rotary_table(config, max_model_len, device)
+    return Llama(embedding, layers, norm=norm, head=head, cos_sin=cos_sin)
 
 
-def _load_layer(config: CheckpointConfig, checkpoint: Checkpoint, layer: int, cos_sin: Tensor) -> DecoderLayer:
+def _load_layer(config: CheckpointConfig, checkpoint: Checkpoint, layer: int) -> DecoderLayer:
     name, hidden, ffn = f"model.layers.{layer}.", config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
 
@@ -88,7 +101,6 @@ def _load_layer(config: CheckpointConfig, checkpoint: Checkpoint, layer: int, co
             config.has_qkv_bias,
         ),
         output=projection({"self_attn.o_proj": hidden}, q_size, config.has_output_bias),
-        cos_sin=cos_sin,
     )
     mlp = GatedMlp(
         projection({"mlp.gate_proj": ffn, "mlp.up_proj": ffn}, hidden, config.has_mlp_bias),

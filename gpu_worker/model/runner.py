@@ -14,7 +14,6 @@ from gpu_worker.model.config import CheckpointConfig, read_config
 from gpu_worker.model.inputs import StepCapacity, StepInputs
 from gpu_worker.model.kv_layout import KvCache, KvLayout
 from gpu_worker.model.kv_memory import KvNeed, KvSize, cpu_default_bytes, cuda_bytes, size_kv
-from gpu_worker.model.layers import StepContext
 from gpu_worker.model.llama import Llama, load_llama
 from gpu_worker.model.loader import Checkpoint, fingerprint
 from gpu_worker.model.qwen2 import load_qwen2
@@ -95,12 +94,10 @@ class TorchRunner:
 
     def compute_logits(self, plan: BatchPlan) -> torch.Tensor:
         """Write KV for all tokens of `plan`; raw logits [sampling chunks, model's vocabulary] float32."""
-        inputs = self._inputs
-        inputs.fill(plan)
-        step = StepContext(positions=inputs.positions, slots=inputs.slots, batch=inputs.batch, cache=self._cache)
+        self._inputs.fill(plan)
         with torch.inference_mode():
-            hidden = self._model.forward(inputs.token_ids, step)
-            return self._model.logits(hidden[inputs.wanted_rows])
+            hidden = self._model.forward(self._inputs, self._cache)
+            return self._model.logits(hidden[self._inputs.wanted_rows])
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has left the batch: free its sampling row."""
@@ -231,11 +228,10 @@ def _profile(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.dev
     sequence.block_ids = list(range(num_blocks))
     inputs = StepInputs(_capacity(config, need.model_len), device)
     inputs.fill(BatchPlan((PlannedChunk(sequence, 0, tokens, is_sampling=True),)))
-    step = StepContext(positions=inputs.positions, slots=inputs.slots, batch=inputs.batch,
-                       cache=need.layout.allocate(num_blocks, device))  # fmt: skip
+    cache = need.layout.allocate(num_blocks, device)
     torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():
-        hidden = model.forward(inputs.token_ids, step)
+        hidden = model.forward(inputs, cache)
         model.logits(hidden[-config.engine.max_num_seqs :])
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()

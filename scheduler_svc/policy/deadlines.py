@@ -7,6 +7,10 @@ import heapq
 from scheduler_svc.policy.state import Request
 from shared.ids import RequestId
 
+MAX_STALE = 64
+"""Stale entries kept beside as many as there are live ones; beyond that the heap is made anew, so that it is bounded by
+what lives and not by all that came within a deadline's time."""
+
 
 class Deadlines:
     """Live requests by deadline."""
@@ -14,6 +18,10 @@ class Deadlines:
     def __init__(self) -> None:
         self._heap: list[tuple[float, RequestId]] = []
         self._live: dict[RequestId, float] = {}
+
+    def __len__(self) -> int:
+        """Entries kept, stale ones too."""
+        return len(self._heap)
 
     def add(self, request: Request) -> None:
         """Watch `request`."""
@@ -23,6 +31,9 @@ class Deadlines:
     def remove(self, request: Request) -> None:
         """Watch it no longer."""
         self._live.pop(request.request_id, None)
+        if len(self._heap) > 2 * len(self._live) + MAX_STALE:
+            self._heap = [(deadline, request_id) for request_id, deadline in self._live.items()]
+            heapq.heapify(self._heap)
 
     def due(self, now: float) -> list[RequestId]:
         """Those whose deadline has come; each once."""

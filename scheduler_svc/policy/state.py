@@ -162,7 +162,9 @@ class Worker:
         return self.report is not None and not self.report.is_draining
 
     def take(self, report: WorkerReport) -> bool:
-        """Take a report over; False if it is not newer than the last one."""
+        """Take a report over; False if it is not newer than the last one, or says what cannot be."""
+        if not _is_possible(report, self.hello):
+            return False
         if self.report is not None:
             if report.seq <= self.report.seq:
                 return False
@@ -193,3 +195,16 @@ class Worker:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks of this worker that hold `num_tokens`."""
         return blocks_for(num_tokens, self.hello.block_size)
+
+
+def _is_possible(report: WorkerReport, hello: WorkerHello) -> bool:
+    """Whether the numbers could be those of a worker with that hello; wrong ones would be believed for good."""
+    counts = [report.num_steps, report.num_evictions]
+    for held in report.held:
+        counts += [held.num_blocks, held.num_tokens, held.num_running, held.num_waiting]
+    major, _, minor = report.last_inbox_id.partition("-")
+    return (
+        0 <= report.free_blocks <= hello.num_blocks
+        and min(counts) >= 0
+        and all(part == "" or (part.isascii() and part.isdigit()) for part in (major, minor))
+    )

@@ -66,10 +66,11 @@ STEPS: list[Callable[[Bus], Awaitable[object]]] = [
     lambda bus: bus.requeue("old", W1),
     lambda bus: bus.requeue_one("old", NOBODY, W1, 1),
     lambda bus: bus.remove_gateway("old", G1),
+    lambda bus: bus.end(NOBODY, "failed", token="old"),
 ]
 
 
-@pytest.mark.parametrize("step", STEPS, ids=["raise", "dispatch", "preempt", "requeue", "requeue_one", "remove"])
+@pytest.mark.parametrize("step", STEPS, ids=["raise", "dispatch", "preempt", "requeue", "requeue_one", "remove", "end"])
 async def test_an_old_token_may_do_nothing(cell: Cell, step: Callable[[Bus], Awaitable[object]]) -> None:
     """Every step of a leader that was replaced should fail, even though it was leader once."""
     await cell.bus.yield_lead(TOKEN)

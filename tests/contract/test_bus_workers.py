@@ -17,6 +17,25 @@ async def test_a_hello_shows_the_worker(cell: Cell) -> None:
     assert pulses[W2].beat == 0
 
 
+async def test_a_new_hello_ends_the_old_one(cell: Cell, probe: Probe) -> None:
+    """A restarted worker should leave nothing of its earlier start: work queued, crash counted, device free."""
+    suspect, other = await cell.run(), await cell.run()
+    await cell.bus.mark_suspect(W1, suspect)
+    await cell.bus.claim_device(W1, ["gpu0"])
+    again, longer, deeper = WorkerId("w1:zz"), WorkerId("w11:aa"), WorkerId("w1:aa:zz")
+    for worker_id in (longer, deeper, again, again):
+        await cell.bus.hello(make_hello(worker_id))
+    left = {pulse.hello.worker_id for pulse in await cell.bus.read_workers()}
+    assert left == {again, W2, longer, deeper}
+    records = [await cell.record(request_id) for request_id in (suspect, other)]
+    assert [(r.state, r.owner, r.attempt) for r in records] == [(RequestState.QUEUED, None, 1)] * 2
+    assert [r.crashes for r in records] == [1, 0]
+    assert await probe.stream_length(keys.inbox(W1)) == 0
+    assert await cell.bus.claim_device(W2, ["gpu0"]) == "gpu0"
+    assert (await cell.commit(suspect, 0, 7)).answer == "lost"
+    assert await cell.bus.beat(W1, 1, [(suspect, 1)]) == ["lost"]
+
+
 async def test_a_beat_raises_the_lease_and_shows_work(cell: Cell) -> None:
     """Each beat should move the counter, and tell steps and whether anything is held."""
     request_id = await cell.run()

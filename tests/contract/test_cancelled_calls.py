@@ -16,7 +16,7 @@ async def _call_for_ever(bus: Bus, kind: str) -> None:
         elif kind == "command":
             await bus.list_live()
         else:
-            await bus.read_inbox(WorkerId("w"), EntryId("0-0"), 10, 20)
+            await bus.read_inbox(WorkerId("w"), EntryId("0-0"), 10, 2000)
 
 
 async def test_a_cancellation_is_never_swallowed(redis_bus: Bus) -> None:
@@ -26,7 +26,7 @@ async def test_a_cancellation_is_never_swallowed(redis_bus: Bus) -> None:
         task = asyncio.create_task(_call_for_ever(redis_bus, ("script", "command", "read")[number % 3]))
         await asyncio.sleep(moments.random() * 0.002)
         task.cancel()
-        done, _ = await asyncio.wait([task], timeout=2)
-        assert done, "the cancellation was lost"
+        done, _ = await asyncio.wait([task], timeout=1)
+        assert done, "the cancellation was lost, or came only when the server answered"
         assert task.cancelled()
     await redis_bus.gateway_bye(GatewayId("g"))

@@ -25,6 +25,7 @@ POOL_TOKENS = 640
 """Room for one request of full length, or a few shorter ones; all 32 together need about 10,000 tokens."""
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
 """Of the `test` model: K and V, layers, KV heads, head size, fp32."""
+SMOLLM2_BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 4
 
 MATRIX = [(block_size, budget) for block_size in (8, 16, 32) for budget in (32, 100, 512)]
 IN_MAKE_TEST = {(8, 100), (16, 32), (32, 512)}
@@ -63,7 +64,7 @@ async def read_token_ids(redis_url: str, records: dict[str, StreamRecord]) -> li
 
 async def check_equality(cell: Cell, prompts: list[list[int]], model: str, reference: GreedyReference) -> None:
     """All streams end, their tokens equal the reference's, preemption was at work, and nothing is left."""
-    records = await follow_all(cell.url, make_bodies(prompts, model))
+    records = await follow_all(cell.url, make_bodies(prompts, model), timeout_s=600)
     assert {record.ending for record in records.values()} == {"done"}, [r.error for r in records.values() if r.error]
     actual = await read_token_ids(cell.redis_url, records)
     assert [len(token_ids) for token_ids in actual] == [NUM_TOKENS] * NUM_REQUESTS
@@ -95,3 +96,18 @@ async def test_tokens_equal_transformers(
         "--admission-headroom=0",
     )
     await check_equality(cell, make_prompts(10, 500), "test-llama", reference)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_the_default_models_tokens_equal_transformers(start_cell: Callable[..., Cell]) -> None:
+    """SmolLM2 in a cache of a few requests should give the reference's tokens, too."""
+    cell = start_cell(
+        f"--kv-cache-memory-bytes={POOL_TOKENS * SMOLLM2_BYTES_PER_TOKEN}",
+        "--max-model-len=640",
+        "--admission-headroom=0",
+        "--num-threads=2",
+        model=None,
+    )
+    reference = GreedyReference(Path(cell.state["model"]))
+    await check_equality(cell, make_prompts(300, 30_000), cell.model_name, reference)

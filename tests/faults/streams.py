@@ -37,10 +37,10 @@ class StreamRecord:
         return {"texts": self.texts, "finishes": self.finishes, "usage": self.usage, "ending": self.ending}
 
 
-async def follow_all(url: str, bodies: dict[str, dict[str, Any]]) -> dict[str, StreamRecord]:
+async def follow_all(url: str, bodies: dict[str, dict[str, Any]], *, timeout_s: float = 90) -> dict[str, StreamRecord]:
     """All of `bodies` at once as completions; their records by name."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=90), connector=connector) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), connector=connector) as session:
         streams = [follow(session, url + "/v1/completions", body) for body in bodies.values()]
         return dict(zip(bodies, await asyncio.gather(*streams), strict=True))
 

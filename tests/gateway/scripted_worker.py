@@ -32,7 +32,7 @@ class ScriptedWorker:
         self.num_steps = 0
         self.num_ended_early = 0
         self.bodies: list[RequestBody] = []
-        self.worker_id = WorkerId(new_incarnation("worker"))
+        self.worker_id = WorkerId(new_incarnation(f"worker-{id(self)}"))
         settings = {"model": "tiny", "fingerprint": "f1", "dtype": "float32", "device": "cpu", "max_model_len": 512,
                     "block_size": 16, "num_blocks": 64, "max_num_seqs": 8, "pid": 1, "host": "here"}  # fmt: skip
         self.hello = WorkerHello(worker_id=self.worker_id, **(settings | hello))  # type: ignore[arg-type]

@@ -42,12 +42,13 @@ async def test_chat_without_a_template_is_a_400(make_site: SiteMaker, tmp_path: 
 
 @pytest.mark.parametrize("template", [
     "{{ messages[0].content.nothing.more }}", "{{ ''.__class__.__mro__ }}", "{% for i in range(10**9) %}x{% endfor %}",
-    "{{ messages[0]['content'] + 1 }}", "{{ 1 // 0 }}"])  # fmt: skip
+    "{{ messages[0]['content'] + 1 }}", "{{ 1 // 0 }}", "{{ cycler() }}", "{{ 'x' * 2**60 }}"])  # fmt: skip
 async def test_a_template_that_breaks_is_a_400(make_site: SiteMaker, tmp_path: Path, template: str) -> None:
     """A template that fails, or reaches for what the sandbox forbids, should be a 400 and leave the gateway well."""
     site = await make_site(folder=make_model_folder(tmp_path / "tiny", template=template))
     status, answer = await site.post(CHAT, {"messages": [{"role": "user", "content": "hi"}]})
     assert (status, answer["error"]["param"]) == (400, "messages")
+    assert answer["error"]["message"].rpartition(": ")[2]
     await site.check_alive()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -239,7 +240,7 @@ async def test_a_departure_is_told_until_the_bus_takes_it(site: Site) -> None:
     await wait_until_async(is_over, description="the request has ended", timeout_s=2)
 
 
-async def test_a_crash_in_a_stream_is_no_success(site: Site) -> None:
+async def test_a_crash_in_a_stream_is_no_success(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     """An unexpected error after the first byte should cut the stream, count a failure, and end the request."""
     failpoints.arm("gateway.before_write=raise@3")
     site.says("cat ", adds_end=False)
@@ -247,6 +248,8 @@ async def test_a_crash_in_a_stream_is_no_success(site: Site) -> None:
     body = {"prompt": "hi", "max_tokens": 400, "ignore_eos": True, "stream": True}
     record = await follow(site.http, site.base_url + COMPLETIONS, body)
     assert record.ending == "cut"
+    (request_id,) = re.findall("handler_failed .*request_id=(\\S+)", caplog.text)
+    assert request_id == record.request_id
 
     async def is_over() -> bool:
         return not await site.bus.list_live()

@@ -207,6 +207,33 @@ async def test_numbers_must_be_finite_and_in_range(site: Site, field: str) -> No
     await site.check_alive()
 
 
+@pytest.mark.case(25)
+@pytest.mark.parametrize("field", ["metadata", "user", "model", "seed", "temperature", "stop_token_ids", "logit_bias",
+                                   "stream_options", "store", "prompt", "stop", "tools"])  # fmt: skip
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+async def test_deep_values_are_refused_in_every_field(site: Site, path: str, field: str) -> None:
+    """Nesting that parses but cannot be written again should be a 400, wherever it stands."""
+    for deep in (b"[" * 300 + b"]" * 300, b'{"5":' * 300 + b"1" + b"}" * 300):
+        body = b'{"prompt":"hi","messages":[{"role":"user","content":"hi"}],"%b":%b}' % (field.encode(), deep)
+        status, answer = await site.post_raw(path, body)
+        assert (status, answer["error"]["code"]) == (400, "invalid_json")
+    await site.check_alive()
+
+
+@pytest.mark.parametrize("body", [{"logit_bias": {"k" * 10**6: "x"}}, {"temperature": [["x" * 10**6]]},
+                                  {"stop_token_ids": {"x" * 10**6: 1}}, {"model": "m" * 10**6}])  # fmt: skip
+async def test_an_error_repeats_little_of_what_was_sent(site: Site, body: dict[str, Any]) -> None:
+    """An error's message should stay short, however long the wrong name or value is."""
+    error = await refused(site, COMPLETIONS, {"prompt": "hi", **body})
+    assert len(error["message"]) < 500
+
+
+async def test_a_repetition_penalty_near_zero_is_refused(site: Site) -> None:
+    """A penalty by which logits cannot be divided should be refused: every token would be as good."""
+    await refused(site, COMPLETIONS, {"prompt": "hi", "repetition_penalty": 1e-300}, param="repetition_penalty")
+    assert (await site.post(COMPLETIONS, {"prompt": "hi", "repetition_penalty": 0.01}))[0] == 200
+
+
 @pytest.mark.case(52)
 @pytest.mark.parametrize("seed", [2**63, 2**64, -(2**63) - 1, 1.5, "7", True])
 async def test_seeds_are_int64(site: Site, seed: Any) -> None:

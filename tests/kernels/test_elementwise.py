@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kernels import linear as linear_module
-from kernels.kv_write import kv_write
+from kernels.kv_write import WriteSlots, kv_write
 from kernels.linear import LinearWeight, linear, linear_reference, pack_weight
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
-from kernels.rotary import make_cos_sin, rotary, rotary_reference
+from kernels.rotary import make_cos_sin, rotary, rotary_reference, take_turns
 from kernels.silu_mul import silu_mul, silu_mul_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
@@ -117,16 +117,26 @@ def test_rotary() -> None:
     def product(query_position: int, key_position: int) -> float:
         turned = [x.clone() for x in (query, key)]
         for x, position in zip(turned, (query_position, key_position), strict=True):
-            rotary(x, torch.tensor([position]), table)
+            rotary(x, take_turns(table, torch.tensor([position])))
         return float((turned[0] * turned[1]).sum())
 
     assert torch.equal(query, rotary_reference(query, torch.tensor([0]), table))
     assert product(9, 4) == pytest.approx(product(55, 50), abs=1e-4)
     assert product(9, 4) != pytest.approx(product(9, 5), abs=1e-2)
-    whole = torch.randn(5, 3, 32)
-    expected, view = rotary_reference(whole[:, :2], torch.arange(5), table), whole[:, :2]
-    rotary(view, torch.arange(5), table)
-    assert torch.equal(whole[:, :2], expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rotary_in_place(dtype: torch.dtype) -> None:
+    """A view should be rotated to the very bits of the reference, and what lies beside it left alone."""
+    table = make_cos_sin(1.0 / 10000.0 ** (torch.arange(0, 32, 2) / 32), 640)
+    positions = torch.arange(63) * 10
+    whole = torch.randn(63, 3, 32).to(dtype)
+    expected, beside = rotary_reference(whole[:, :2], positions, table), whole[:, 2].clone()
+    rotary(whole[:, :2], take_turns(table, positions))
+    assert torch.equal(expected, whole[:, :2])
+    assert torch.equal(beside, whole[:, 2])
+    with pytest.raises(ValueError, match="turns"):
+        rotary(whole, take_turns(table, positions[:9]))
 
 
 @pytest.mark.parametrize("slots", [[0, 5, 17, 34], [33, -1, 2, -1], [-1, -1, -1, -1]])
@@ -134,7 +144,7 @@ def test_kv_write(slots: list[int]) -> None:
     """Each row should land in its slot of both caches, padding rows nowhere, and nothing else change."""
     storage = torch.full((5, 2, 7, 2, 16), torch.nan)
     key, value = torch.randn(4, 2, 16), torch.randn(4, 2, 16)
-    kv_write(key, value, storage[:, 0], storage[:, 1], torch.tensor(slots))
+    kv_write(key, value, storage[:, 0], storage[:, 1], WriteSlots(torch.tensor(slots), 7))
     written = {slot: row for row, slot in enumerate(slots) if slot >= 0}
     for slot in range(35):
         for half, rows in ((0, key), (1, value)):

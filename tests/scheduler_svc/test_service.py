@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from scheduler_svc.metrics import SchedulerMetrics
 from shared import failpoints
-from shared.bus import Bus, RequestState
-from shared.ids import RequestId, WorkerId
+from shared.bus import Bus, ReportMessage, RequestState
+from shared.errors import BusUnavailable
+from shared.ids import EntryId, RequestId, WorkerId
+from shared.memory_bus import MemoryBus
 from shared.messages import WorkerReport
 from tests.scheduler_svc.service_cell import ScriptedWorker, ServiceCell, service_cell
 from tests.waiting import wait_until_async
@@ -109,10 +113,10 @@ async def test_a_dead_workers_requests_run_elsewhere_as_the_next_attempt(bus: Bu
         request_id = await cell.submit()
         await cell.wait_for_attempt(first, request_id, 1)
         await cell.kill(task)
-        second, _ = cell.start_worker("w:2")
+        second, _ = cell.start_worker("v:1")
         await cell.wait_for_attempt(second, request_id, 2)
         assert (await cell.record(request_id)).crashes == 1
-        assert [pulse.hello.worker_id for pulse in await bus.read_workers()] == ["w:2"]
+        assert [pulse.hello.worker_id for pulse in await bus.read_workers()] == ["v:1"]
 
 
 async def test_a_request_that_kills_every_worker_fails_after_max_crashes(bus: Bus) -> None:
@@ -121,7 +125,7 @@ async def test_a_request_that_kills_every_worker_fails_after_max_crashes(bus: Bu
         cell.start_scheduler()
         request_id = await cell.submit()
         for attempt in (1, 2):
-            worker, task = cell.start_worker(f"w:{attempt}")
+            worker, task = cell.start_worker(f"w{attempt}:1")
             await cell.wait_for_attempt(worker, request_id, attempt)
             await bus.mark_suspect(worker.worker_id, request_id)
             await cell.kill(task)
@@ -192,6 +196,62 @@ async def test_a_leader_whose_token_was_taken_steps_down(bus: Bus) -> None:
         await wait_until_async(stands_by, description="the old leader steps down")
         await wait_for_lead(metrics)
         assert (await bus.read_leader()).token != "usurper"
+
+
+async def test_a_restarted_workers_requests_go_on_without_waiting_for_its_lease(bus: Bus) -> None:
+    """A new hello under the name of one that died should end the old one: the leader sends its work out at once."""
+    async with service_cell(bus, worker_lease_s=60.0) as cell:
+        cell.start_scheduler()
+        first, task = cell.start_worker("w:1")
+        request_id = await cell.submit()
+        await cell.wait_for_attempt(first, request_id, 1)
+        await cell.kill(task)
+        second, _ = cell.start_worker("w:2")
+        await cell.wait_for_attempt(second, request_id, 2)
+        assert (await cell.record(request_id)).crashes == 1
+
+
+class FailsAsItIsCancelled(MemoryBus):
+    async def read_reports(self, after: EntryId, count: int, block_ms: int) -> list[tuple[EntryId, ReportMessage]]:
+        try:
+            return await super().read_reports(after, count, block_ms)
+        except asyncio.CancelledError:
+            raise BusUnavailable("gone in the very moment") from None
+
+
+async def test_a_stop_is_heard_though_the_bus_fails_with_it() -> None:
+    """A term that fails while it is cancelled should end, not begin anew."""
+    async with service_cell(FailsAsItIsCancelled()) as cell:
+        task, stop, metrics = cell.start_scheduler()
+        await wait_for_lead(metrics)
+        stop.set()
+        done, _ = await asyncio.wait({task}, timeout=5)
+        assert done
+
+
+class Usurped(MemoryBus):
+    """Another scheduler takes the lead just before the first end that one asks for."""
+
+    async def end(
+        self, request_id: RequestId, reason: str, error_kind: str = "", error_message: str = "", *, token: str = ""
+    ) -> bool:
+        await self.take_lead("usurper", await self.read_leader())
+        return await super().end(request_id, reason, error_kind, error_message, token=token)
+
+
+async def test_a_leader_that_lost_the_lead_ends_nothing() -> None:
+    """What a stopped leader had decided should have no effect when it wakes up."""
+    bus = Usurped()
+    async with service_cell(bus, leader_lease_s=60.0) as cell:
+        _, _, metrics = cell.start_scheduler()
+        await wait_for_lead(metrics)
+        request_id = await cell.submit(timeout_s=0.1)
+
+        async def stands_by() -> bool:
+            return (await bus.read_leader()).token == "usurper" and value_of(metrics, "is_leader") == 0
+
+        await wait_until_async(stands_by, description="the old leader steps down")
+        assert request_id in await bus.list_live()
 
 
 @pytest.mark.parametrize("place", ["scheduler.after_read", "scheduler.after_dispatch", "scheduler.before_ack"])

@@ -69,7 +69,7 @@ def test_what_is_written_is_read(message: Any) -> None:
 @given(st.lists(MESSAGES, max_size=20))
 def test_batches_keep_their_order(messages: list[Any]) -> None:
     """A publication should give its messages in the order they were put in."""
-    assert wire.decode_batch(wire.encode_batch(messages)) == messages
+    assert wire.decode_batch(wire.encode_batch(messages), *TAGS.values()) == messages
 
 
 @settings(deadline=None)

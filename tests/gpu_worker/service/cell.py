@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gpu_worker.service import Place, WorkerService, new_place
+from gpu_worker.service import Place, WorkerService
 from shared.bus import Bus, NewRequest, RequestRecord, RequestState
 from shared.config import EngineConfig, ModelConfig, ProcessConfig, WorkerConfig
 from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId, new_request_id
@@ -77,7 +77,8 @@ class Cell:
             model=ModelConfig(model="/models/scripted"),
             engine=EngineConfig(max_num_batched_tokens=max_num_batched_tokens),
         )
-        worker = Worker(runner=runner or ScriptedRunner(), place=new_place(), stop=asyncio.Event())
+        place = Place(first_id=WorkerId(f"w{len(self.workers)}:1"))
+        worker = Worker(runner=runner or ScriptedRunner(), place=place, stop=asyncio.Event())
         service = WorkerService(self.bus, config, worker.runner, worker.place, worker.reports.append)
         worker.task = asyncio.create_task(service.run(worker.stop))
         self.workers.append(worker)

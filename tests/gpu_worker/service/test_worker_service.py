@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gpu_worker.engine.engine import EngineBroken
@@ -9,6 +11,7 @@ from gpu_worker.engine_thread import MAX_STEPS_AHEAD
 from shared import failpoints
 from shared.bus import RequestState
 from shared.errors import BusRefused
+from shared.ids import WorkerId, worker_name
 from shared.memory_bus import MemoryBus
 from shared.messages import PreemptRequest, RunRequest
 from tests.gpu_worker.service.cell import TOKEN, Cell, wait_until
@@ -249,6 +252,17 @@ async def test_an_idle_worker_declared_dead_should_start_over(cell: Cell) -> Non
     old_id = worker.worker_id
     await cell.bus.requeue(TOKEN, old_id)
     await wait_until(lambda: worker.worker_id != old_id, description="the new incarnation to report")
+
+
+async def test_a_worker_ended_by_a_namesake_should_not_end_it_in_turn(cell: Cell) -> None:
+    """Two containers with one host name and one pid: the second hello ends the first worker once, then both live."""
+    worker = await cell.start_worker()
+    (pulse,) = await cell.bus.read_workers()
+    namesake = replace(pulse.hello, worker_id=WorkerId(f"{worker_name(worker.worker_id)}:other"))
+    await cell.bus.hello(namesake)
+    await wait_until(lambda: worker.worker_id != pulse.hello.worker_id, description="the new incarnation to report")
+    ids = {p.hello.worker_id for p in await cell.bus.read_workers()}
+    assert ids == {worker.worker_id, namesake.worker_id}
 
 
 async def test_a_request_taken_away_should_be_dropped(cell: Cell) -> None:
