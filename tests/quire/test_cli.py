@@ -47,7 +47,7 @@ def test_unknown_command_names_those_that_exist(arguments: list[str]) -> None:
         (["serve", "--max-num-seqs", "0"], "--max-num-seqs='0': must be 1 to 4096"),
         (["serve", "--no-such-flag"], "--no-such-flag"),
         (["serve", "--max-seqs", "3"], "did you mean --max-num-seqs?"),
-        (["serve", "--redis-url", "localhost:6379"], "--redis-url: Redis URL must specify"),
+        (["serve", "--redis-url", "localhost:6379"], "--redis-url: no address of a Redis; use redis://"),
         (["serve", "/no/such/folder"], "no such folder"),
         (["serve", "some-org/some-model"], "not fetched from a hub"),
         (["serve", "--enable-prefix-caching"], "not available"),
