@@ -347,7 +347,7 @@ async def test_closing_frees_all_connections(own_server: EmbeddedRedis, link: Re
 @pytest.mark.parametrize("url", ["", "localhost:6379", "http://localhost", "redis://localhost:port"])
 def test_a_bad_url_is_a_config_error(url: str) -> None:
     """A wrong URL should be told at the start, by its setting's name."""
-    with pytest.raises(ConfigError, match="redis_url"):
+    with pytest.raises(ConfigError, match="--redis-url"):
         open_bus(url, BusLimits())
 
 

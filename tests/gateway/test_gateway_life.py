@@ -248,7 +248,7 @@ async def test_a_crash_in_a_stream_is_no_success(site: Site, caplog: pytest.LogC
     body = {"prompt": "hi", "max_tokens": 400, "ignore_eos": True, "stream": True}
     record = await follow(site.http, site.base_url + COMPLETIONS, body)
     assert record.ending == "cut"
-    (request_id,) = re.findall("handler_failed .*request_id=(\\S+)", caplog.text)
+    (request_id,) = re.findall("handler.failed .*request_id=(\\S+)", caplog.text)
     assert request_id == record.request_id
 
     async def is_over() -> bool:
