@@ -50,7 +50,8 @@ def bench(arguments: list[str]) -> int:
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         print("usage: quire bench serve [options]        measure a running server\n"
-              "       quire bench model q05b|tiny FOLDER   make a model with random weights")  # fmt: skip
+              "       quire bench model q05b|tiny FOLDER   make a model with random weights\n\n"
+              "`quire bench serve --help` shows its options.")  # fmt: skip
         return 0
     return _pick(BENCH_COMMANDS, name, "bench command")(arguments[1:])
 

@@ -7,8 +7,10 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -17,7 +19,7 @@ from quire.bench.client import BenchClient, first_model
 from quire.bench.statistics import Trace
 from quire.bench.workloads import BenchRequest, Workload
 from shared import config
-from shared.errors import QuireError
+from shared.errors import ConfigError, QuireError
 from shared.flags import setting
 
 
@@ -38,12 +40,23 @@ class BenchConfig:
 def main(argv: list[str]) -> int:
     """Run the command; 1 if any request failed or brought a wrong number of tokens."""
     settings = config.load(BenchConfig, argv, program="quire bench serve", description=__doc__ or "")
+    _check(settings)
     reports = asyncio.run(measure(settings))
     print("\n".join(format_report(report) for report in reports))
     if settings.json:
         document = {"settings": _shown(settings), "machine": machine.describe(), "results": reports}
         Path(settings.json).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        print(f"all figures are in {settings.json}")
     return 1 if any(report["errors"] for report in reports) else 0
+
+
+def _check(settings: BenchConfig) -> None:
+    """Raise `ConfigError` for what would otherwise fail late: after the measuring, or with a library's words."""
+    url = urlsplit(settings.base_url)
+    if url.scheme not in ("http", "https") or not url.hostname or url.path.rstrip("/"):
+        raise ConfigError(f"--base-url={settings.base_url}: must be like http://127.0.0.1:8000, without /v1")
+    if settings.json and not Path(settings.json).absolute().parent.is_dir():
+        raise ConfigError(f"--json={settings.json}: its folder is not there")
 
 
 async def measure(settings: BenchConfig) -> list[dict[str, Any]]:
@@ -63,6 +76,10 @@ async def measure(settings: BenchConfig) -> list[dict[str, Any]]:
     ) as session:
         try:
             client = BenchClient(session, settings.model or await first_model(session))
+        except aiohttp.ClientResponseError as error:
+            remedy = "; give --api-key" if error.status == HTTPStatus.UNAUTHORIZED else ""
+            problem = f"{error.status} {error.message}{remedy}"
+            raise QuireError(f"{settings.base_url} does not list its models: {problem}") from None
         except (aiohttp.ClientError, ValueError, KeyError, IndexError) as error:
             raise QuireError(f"{settings.base_url} does not list its models: {error}") from None
         await _warm_up(client, settings)

@@ -47,11 +47,14 @@ def test_unknown_command_names_those_that_exist(arguments: list[str]) -> None:
         (["serve", "--max-num-seqs", "0"], "--max-num-seqs='0': must be 1 to 4096"),
         (["serve", "--no-such-flag"], "--no-such-flag"),
         (["serve", "--max-seqs", "3"], "did you mean --max-num-seqs?"),
-        (["serve", "--redis-url", "localhost:6379"], "--redis-url: no address of a Redis"),
+        (["serve", "--redis-url", "localhost:6379"], "--redis-url: no address of a Redis; use redis://"),
         (["serve", "/no/such/folder"], "no such folder"),
         (["serve", "some-org/some-model"], "not fetched from a hub"),
         (["serve", "--enable-prefix-caching"], "not available"),
         (["bench", "serve", "--workload", "w9"], "w1, w2, w3, w4"),
+        (["bench", "serve", "--base-url", "127.0.0.1:8000"], "--base-url=127.0.0.1:8000: must be like http://"),
+        (["bench", "serve", "--base-url", "http://127.0.0.1:8000/v1"], "without /v1"),
+        (["bench", "serve", "--json", "/no/such/figures.json"], "--json=/no/such/figures.json: its folder"),
     ],
 )
 def test_wrong_setting_is_one_line_and_exit_code_2(arguments: list[str], words: str) -> None:

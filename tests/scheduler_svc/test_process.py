@@ -36,7 +36,11 @@ async def _wait_for_end(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "word"),
-    [((), "--redis-url"), (("--max-crashes", "0"), "--max-crashes"), (("--no-such-flag",), "--no-such-flag")],
+    [
+        ((), "--redis-url: name a Redis"),
+        (("--max-crashes", "0"), "--max-crashes"),
+        (("--no-such-flag",), "--no-such-flag"),
+    ],
 )
 def test_a_wrong_setting_is_one_line_and_exit_code_2(flags: tuple[str, ...], word: str) -> None:
     """The line should name the setting; no traceback."""
