@@ -126,7 +126,7 @@ class IntakeDesk:
         request, ignored = parse_body(raw, body_class)
         self.check_model(request.model)
         bias, stop_ids = self._resolve_bias(request.logit_bias or {}), self._resolve_stop_ids(request)
-        return _Read(request, ignored, self._read_prompts(request), bias, stop_ids, _hash(raw))
+        return _Read(request, ignored, self._read_prompts(request), bias, stop_ids, _hash(kind, raw))
 
     def _read_prompts(self, request: GenerateRequest) -> tuple[tuple[int, ...], ...]:
         if isinstance(request, ChatBody):
@@ -216,6 +216,6 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else float(value)
 
 
-def _hash(raw: dict[str, Any]) -> str:
-    """Equal for equal JSON, whatever its spacing and order of keys."""
-    return hashlib.sha256(orjson.dumps(raw, option=orjson.OPT_SORT_KEYS)).hexdigest()
+def _hash(kind: str, raw: dict[str, Any]) -> str:
+    """Equal for equal JSON on the same route, whatever its spacing and order of keys."""
+    return hashlib.sha256(kind.encode() + orjson.dumps(raw, option=orjson.OPT_SORT_KEYS)).hexdigest()

@@ -349,6 +349,14 @@ async def test_an_idempotent_request_survives_its_client(bus_site: Site) -> None
     await wait_for_rest(site)
 
 
+async def test_an_idempotency_key_belongs_to_its_route(site: Site) -> None:
+    """A body that both routes take should be another request on the other route: 409."""
+    body = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    headers = {"Idempotency-Key": "k2"}
+    assert (await site.post(COMPLETIONS, body, headers=headers))[0] == 200
+    assert (await site.post(CHAT, body, headers=headers))[0] == 409
+
+
 class LossyBus(MemoryBus):
     """A memory bus whose publications are changed by `distort` on their way."""
 
