@@ -183,8 +183,9 @@ run() {
   COMPOSE_TEST_PROJECT=$dir/project enter "$python" -m pytest -p no:cacheprovider -v tests/e2e/test_compose.py
 }
 
-case ${1:-run} in
-  run | up | build | down) "$1" ;;
+command=${1:-run}
+case $command in
+  run | up | build | down) "$command" ;;
   exec) shift && enter "$@" ;;
-  *) die "unknown command $1; see the top of $0" ;;
+  *) die "unknown command $command; see the top of $0" ;;
 esac
