@@ -17,7 +17,7 @@ from shared.errors import ConfigError
 
 # Threads of OpenMP that wait turn this often (about 0.1 ms) and then sleep. Its own default turns for milliseconds,
 # which takes the core from the gateway and the next worker; none at all makes every operator of a step pay a wake-up.
-# A decode step of SmolLM2-135M, bf16, 2 threads on 2 idle cores (Zen 4), at 1 and 8 rows, in ms: turns of 1,000 29 · 47,
+# A decode step of SmolLM2-135M, bf16, 2 threads on 2 idle cores (Zen 4), at 1 and 8 rows, in ms: 1,000 turns 29 · 47,
 # 10,000 26 · 34, 100,000 24 · 33, the default 23 · 33, OMP_WAIT_POLICY=PASSIVE 36 · 49; one thread 30 · 51.
 SPIN_TURNS = 10_000
 

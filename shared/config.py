@@ -57,7 +57,7 @@ class HttpConfig:
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "first port; gateway i listens on port + i (0: any free one)", minimum=0, maximum=65535)
     api_key: tuple[str, ...] = setting((), "key(s) that clients must send as a bearer token; none: open")
-    max_body_bytes: int = setting(4 * 1024 * 1024, "largest request body", minimum=1024)
+    max_body_bytes: int = setting(16 * 1024 * 1024, "largest request body", minimum=1024)
     body_timeout_s: float = setting(30.0, "how long a client may take to send its body", minimum=0.1)
     request_timeout_s: float = setting(600.0, "deadline of a request", minimum=1)
     orphan_ttl_s: float = setting(30.0, "how long a request runs on when nobody listens any more", minimum=0)
