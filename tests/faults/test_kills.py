@@ -1,4 +1,4 @@
-"""kill -9 of a worker or the scheduler at each failpoint, or a lost reply: each stream goes on to its undisturbed end."""
+"""kill -9 at each failpoint of worker and scheduler, and lost replies: each stream goes on to its undisturbed end."""
 
 from __future__ import annotations
 
