@@ -1,0 +1,118 @@
+"""Compiles the C sources once for this machine's instruction set and loads the result.
+
+The library lies in the cache folder under the hash of sources, flags and compiler, so a new version or machine builds
+anew (some seconds) and everybody else finds it. Two processes that build at once each rename a finished file into
+place. Without AVX-512 or without a compiler there is no library, and why not is said once: the torch paths run then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+_COMPILERS = ("cc", "gcc", "clang")
+_FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Wno-unused-parameter",
+          "-ffp-contract=off", "-fno-math-errno")  # fmt: skip
+REQUIRED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma", "f16c")
+"""Names of /proc/cpuinfo. bfloat16 and int8 dot products are what the kernels are made of: a machine with AVX-512 but
+without these (before Cooper Lake and Zen 4) takes the torch paths."""
+_MACHINE_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma",
+                  "-mf16c", "-mavx2", "-mbmi2", "-mpopcnt", "-mprefer-vector-width=512")  # fmt: skip
+COMPILE_TIMEOUT_S = 300.0
+
+
+class CpuKernelsUnavailable(Exception):
+    """There is no library; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Where a library is, and whether it had to be compiled."""
+
+    path: Path
+    is_new: bool
+
+
+def load_library(cache_folder: Path) -> ctypes.CDLL:
+    """The library, compiled into `cache_folder` if it is not there yet.
+
+    Raises:
+        CpuKernelsUnavailable: the processor lacks an instruction set, there is no compiler, or it failed.
+    """
+    check_machine()
+    path = build(cache_folder).path
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CpuKernelsUnavailable(f"{path} can't be loaded: {error}") from None
+
+
+def check_machine() -> None:
+    """Raise `CpuKernelsUnavailable` unless the processor has all that the sources use."""
+    flags = _cpu_flags()
+    missing = [name for name in REQUIRED if name not in flags]
+    if missing:
+        raise CpuKernelsUnavailable(f"the processor has no {', '.join(missing)}")
+
+
+def build(cache_folder: Path, extra_flags: tuple[str, ...] = ()) -> Build:
+    """The library for these sources, compiled unless it is in the cache.
+
+    Args:
+        extra_flags: for the compiler, as `-fsanitize=address`.
+
+    Raises:
+        CpuKernelsUnavailable: no compiler, or it failed, or the folder can't be written.
+    """
+    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise CpuKernelsUnavailable(f"no C compiler ({', '.join(_COMPILERS)}) is installed")
+    flags = (*_FLAGS, *_MACHINE_FLAGS, *extra_flags)
+    path = cache_folder / f"kernels-{_digest(compiler, flags)}.so"
+    if path.is_file():
+        return Build(path, is_new=False)
+    try:
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        _compile([compiler, *flags, *map(str, sorted(_FOLDER.glob("*.c")))], path)
+    except OSError as error:
+        raise CpuKernelsUnavailable(f"can't write {path}: {error}") from None
+    return Build(path, is_new=True)
+
+
+def _compile(command: list[str], path: Path) -> None:
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".so", delete=False) as file:
+        made = Path(file.name)
+    try:
+        done = subprocess.run([*command, "-o", str(made), "-lm"], capture_output=True, text=True,
+                              timeout=COMPILE_TIMEOUT_S, check=False)  # fmt: skip
+        if done.returncode:
+            raise CpuKernelsUnavailable(f"{command[0]} failed: {done.stderr.strip()[-2000:]}")
+        made.rename(path)
+    except subprocess.TimeoutExpired:
+        raise CpuKernelsUnavailable(f"{command[0]} took longer than {COMPILE_TIMEOUT_S:.0f} s") from None
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def _digest(compiler: str, flags: tuple[str, ...]) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    digest = hashlib.sha256(repr((os.path.realpath(compiler), flags)).encode() + version)
+    for path in sorted(_FOLDER.glob("*.[ch]")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    line = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())

@@ -1,0 +1,105 @@
+/* The arguments of each kind of op. Buffers have room for the largest step; rows are dense unless a stride is named.
+ * Python's view of the same structs is ops.py: change both. */
+#pragma once
+#include "quire.h"
+
+/* A weight [out, in] in panels of 16 outputs, so that a vector register holds 16 outputs' partial sums.
+ *
+ *   F32   [out/16][in][16] float
+ *   BF16  [out/16][in/2][16][2] bfloat16: pairs along `in` for the dot-product instruction
+ *   INT8  [out/16][in/4][16][4] int8, then scales [out] float: w ≈ scale · q
+ *   INT4  groups of 32 along `in`: [out/16][in/32] of { nibbles [4][16][4 bytes], scales [16] fp16 } (linear_int4.c)
+ *
+ * `out` is padded to a multiple of 16 and `in` to a multiple of 2, 4 or 32 with zeros. */
+typedef struct weight {
+    int32_t dtype;
+    int32_t reserved;
+    int64_t in, out;         /* true sizes */
+    const void *panels;
+    const float *scales;     /* [out padded]; INT8 only */
+    const int32_t *sums;     /* [out padded] sum of q over `in`; INT8 only */
+} weight;
+
+/* h[row] = table[token_ids[row]]; the table is a weight [vocab, hidden]. Dequantized if need be. */
+typedef struct embed_args {
+    weight table;
+    float *out; /* [rows, hidden] */
+} embed_args;
+
+/* out[row] = in[row] / sqrt(mean(in²) + eps) · scale, converted to `out_dtype`. With `use_wanted`, output row i is of
+ * input row wanted_rows[i], and there are num_wanted. INT8: per row, out = q (int8), scales[row] = max|.| / 127. */
+typedef struct norm_args {
+    const float *in;    /* [rows, hidden] */
+    const float *scale; /* [hidden] */
+    void *out;          /* [rows, hidden padded to 64 bytes] */
+    float *out_scales;  /* [rows]; INT8 only */
+    int64_t hidden;
+    int64_t out_stride; /* elements */
+    int32_t out_dtype;
+    int32_t use_wanted;
+    float eps;
+} norm_args;
+
+enum epilogue { STORE = 0, ADD = 1, SILU_MUL = 2 };
+
+/* y = x · Wᵀ + bias. STORE: y [rows, out] float is overwritten; ADD: y += ... (the residual). SILU_MUL: panels of gate
+ * and up alternate, and y [rows, out/2] = silu(gate) · up in `out_dtype` (F32 or BF16). */
+typedef struct linear_args {
+    weight weight;
+    const void *x;         /* [rows, x_stride]: float, bfloat16, or int8 with x_scales */
+    const float *x_scales; /* [rows]; INT8 and INT4 weights */
+    const float *bias;     /* [out padded] or NULL */
+    void *y;
+    int64_t x_stride, y_stride; /* elements */
+    int32_t epilogue;
+    int32_t out_dtype;
+    int32_t use_wanted; /* num_wanted rows instead of num_rows */
+    int32_t reserved;
+} linear_args;
+
+/* Rotates queries and keys of `qkv` [rows, (heads + 2 kv_heads) · head_size] float by the row's position; queries go
+ * to `query` [rows, heads, head_size] in the cache's dtype, multiplied by `query_scale`; keys and values go into the
+ * cache at the row's slot. */
+typedef struct rotary_kv_args {
+    const float *qkv;
+    const float *cos_sin; /* [positions, head_size]: cos half, then sin half */
+    void *query;
+    void *cache; /* one layer's blocks, see attention.c */
+    int64_t heads, kv_heads, head_size, block_size, block_stride /* elements */;
+    int32_t cache_dtype;
+    float query_scale;
+} rotary_kv_args;
+
+/* Causal attention of the step's chunks over the paged cache, into `out` [rows, out_stride] in `out_dtype` (F32, BF16,
+ * or F32 rows that OP_QUANTIZE reads). OP_ATTENTION_PLAN cuts the step into tiles once (`plan`, read by all layers);
+ * OP_ATTENTION computes them; where a sequence's context was cut into splits, OP_ATTENTION_MERGE adds these up in
+ * order. See attention.c. */
+typedef struct attention_args {
+    const void *query; /* [rows, heads, head_size], scaled, in the cache's dtype */
+    const void *cache;
+    void *plan;
+    float *partial;
+    void *out;
+    int64_t heads, kv_heads, head_size, block_size, block_stride, out_stride;
+    int32_t cache_dtype;
+    int32_t out_dtype;
+} attention_args;
+
+/* q, scale = round(x / scale) with scale = max|x| / 127 of the row. */
+typedef struct quantize_args {
+    const void *in; /* [rows, in_stride] of in_dtype */
+    int8_t *out;
+    float *out_scales;
+    int64_t width, in_stride, out_stride;
+    int32_t in_dtype;
+    int32_t reserved;
+} quantize_args;
+
+/* The largest of each wanted row's first `width` logits, the lowest id on a tie. */
+typedef struct argmax_args {
+    const float *logits; /* [wanted, stride] */
+    int64_t width, stride;
+    float *best;       /* [wanted, tiles] scratch */
+    int64_t *best_ids; /* [wanted, tiles] scratch */
+    int64_t *out;      /* [wanted] */
+} argmax_args;

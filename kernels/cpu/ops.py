@@ -1,0 +1,197 @@
+"""ctypes' view of quire.h and ops.h: the structs that programs are made of. Change both."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
+
+
+class Dtype(IntEnum):
+    """enum dtype."""
+
+    F32 = 0
+    BF16 = 1
+    INT8 = 2
+    INT4 = 3
+
+
+class Epilogue(IntEnum):
+    """enum epilogue."""
+
+    STORE = 0
+    ADD = 1
+    SILU_MUL = 2
+
+
+class OpKind(IntEnum):
+    """enum op_kind."""
+
+    EMBED = 0
+    NORM = 1
+    LINEAR = 2
+    ROTARY_KV = 3
+    ATTENTION_PLAN = 4
+    ATTENTION = 5
+    ATTENTION_MERGE = 6
+    QUANTIZE = 7
+    ARGMAX = 8
+    ARGMAX_MERGE = 9
+
+
+class Step(ctypes.Structure):
+    """struct step."""
+
+    _fields_ = (
+        ("num_rows", c_int64),
+        ("num_sequences", c_int64),
+        ("num_wanted", c_int64),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("wanted_rows", c_void_p),
+        ("query_starts", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+    )
+
+
+class Op(ctypes.Structure):
+    """struct op."""
+
+    _fields_ = (("kind", c_int32), ("num_calls", c_int32), ("nanoseconds", c_int64), ("args", c_void_p))
+
+
+class Weight(ctypes.Structure):
+    """struct weight."""
+
+    _fields_ = (
+        ("dtype", c_int32),
+        ("reserved", c_int32),
+        ("in_features", c_int64),
+        ("out_features", c_int64),
+        ("panels", c_void_p),
+        ("scales", c_void_p),
+        ("sums", c_void_p),
+    )
+
+
+class EmbedArgs(ctypes.Structure):
+    """struct embed_args."""
+
+    _fields_ = (("table", Weight), ("out", c_void_p))
+
+
+class NormArgs(ctypes.Structure):
+    """struct norm_args."""
+
+    _fields_ = (
+        ("in_", c_void_p),
+        ("scale", c_void_p),
+        ("out", c_void_p),
+        ("out_scales", c_void_p),
+        ("hidden", c_int64),
+        ("out_stride", c_int64),
+        ("out_dtype", c_int32),
+        ("use_wanted", c_int32),
+        ("eps", c_float),
+    )
+
+
+class LinearArgs(ctypes.Structure):
+    """struct linear_args."""
+
+    _fields_ = (
+        ("weight", Weight),
+        ("x", c_void_p),
+        ("x_scales", c_void_p),
+        ("bias", c_void_p),
+        ("y", c_void_p),
+        ("x_stride", c_int64),
+        ("y_stride", c_int64),
+        ("epilogue", c_int32),
+        ("out_dtype", c_int32),
+        ("use_wanted", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class RotaryKvArgs(ctypes.Structure):
+    """struct rotary_kv_args."""
+
+    _fields_ = (
+        ("qkv", c_void_p),
+        ("cos_sin", c_void_p),
+        ("query", c_void_p),
+        ("cache", c_void_p),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_size", c_int64),
+        ("block_size", c_int64),
+        ("block_stride", c_int64),
+        ("cache_dtype", c_int32),
+        ("query_scale", c_float),
+    )
+
+
+class AttentionArgs(ctypes.Structure):
+    """struct attention_args."""
+
+    _fields_ = (
+        ("query", c_void_p),
+        ("cache", c_void_p),
+        ("plan", c_void_p),
+        ("partial", c_void_p),
+        ("out", c_void_p),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_size", c_int64),
+        ("block_size", c_int64),
+        ("block_stride", c_int64),
+        ("out_stride", c_int64),
+        ("cache_dtype", c_int32),
+        ("out_dtype", c_int32),
+    )
+
+
+class QuantizeArgs(ctypes.Structure):
+    """struct quantize_args."""
+
+    _fields_ = (
+        ("in_", c_void_p),
+        ("out", c_void_p),
+        ("out_scales", c_void_p),
+        ("width", c_int64),
+        ("in_stride", c_int64),
+        ("out_stride", c_int64),
+        ("in_dtype", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class ArgmaxArgs(ctypes.Structure):
+    """struct argmax_args."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("width", c_int64),
+        ("stride", c_int64),
+        ("best", c_void_p),
+        ("best_ids", c_void_p),
+        ("out", c_void_p),
+    )
+
+
+ARGUMENTS: dict[OpKind, type[ctypes.Structure]] = {
+    OpKind.EMBED: EmbedArgs,
+    OpKind.NORM: NormArgs,
+    OpKind.LINEAR: LinearArgs,
+    OpKind.ROTARY_KV: RotaryKvArgs,
+    OpKind.ATTENTION_PLAN: AttentionArgs,
+    OpKind.ATTENTION: AttentionArgs,
+    OpKind.ATTENTION_MERGE: AttentionArgs,
+    OpKind.QUANTIZE: QuantizeArgs,
+    OpKind.ARGMAX: ArgmaxArgs,
+    OpKind.ARGMAX_MERGE: ArgmaxArgs,
+}

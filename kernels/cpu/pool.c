@@ -1,0 +1,242 @@
+/* Threads that run a program: tiles are handed out one by one, and waits spin briefly, then sleep.
+ *
+ * Every thread walks the ops by itself: it takes tiles of an op until none is left, waits until all of them are done,
+ * and goes on to the next op. An op's state is two words, each (run << 32 | count): the next tile to take, and how
+ * many are done. A thread that lost its core for a while and comes late finds another run's number there and leaves;
+ * so nobody ever waits for a thread that holds no tile.
+ *
+ * While it waits a thread first brings what the next linear op reads into its cache (memory would be idle just then),
+ * then spins for some microseconds, then sleeps on a futex.
+ */
+#define _GNU_SOURCE
+#include "quire.h"
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define CACHE_LINE 64
+/* Pauses before a wait sleeps: about 20 µs on Zen 4 (a pause takes some 40 cycles). */
+#define SPINS 2000
+/* How many ops ahead a waiting thread looks for one that can prefetch. */
+#define LOOK_AHEAD 4
+
+static const op_class *const CLASSES[NUM_OP_KINDS] = {
+    [OP_EMBED] = &embed_class,
+    [OP_NORM] = &norm_class,
+    [OP_LINEAR] = &linear_class,
+    [OP_ROTARY_KV] = &rotary_kv_class,
+    [OP_ATTENTION_PLAN] = &attention_plan_class,
+    [OP_ATTENTION] = &attention_class,
+    [OP_ATTENTION_MERGE] = &attention_merge_class,
+    [OP_QUANTIZE] = &quantize_class,
+    [OP_ARGMAX] = &argmax_class,
+    [OP_ARGMAX_MERGE] = &argmax_merge_class,
+};
+
+typedef struct progress {
+    _Alignas(CACHE_LINE) _Atomic uint64_t next;     /* run << 32 | next tile */
+    _Alignas(CACHE_LINE) _Atomic uint64_t done;     /* run << 32 | tiles done */
+    _Atomic uint32_t num_sleeping;                  /* threads that sleep until `done` changes */
+} progress;
+
+typedef struct job {
+    op *ops;
+    const step *step;
+    int32_t num_ops;
+    int32_t is_profiling;
+} job;
+
+typedef struct member {
+    pool *pool;
+    pthread_t thread;
+    int index;
+} member;
+
+struct pool {
+    _Alignas(CACHE_LINE) _Atomic uint32_t run; /* the last run's number, even; odd while the next is being made. Idle threads sleep on it */
+    _Atomic uint32_t num_idle;
+    _Atomic int is_closing;
+    job job;
+    progress *progress; /* [max_ops] */
+    member *members;
+    int32_t num_threads;
+};
+
+static _Thread_local struct {
+    void *memory;
+    int64_t bytes;
+} thread_scratch;
+
+void *scratch(int64_t bytes) {
+    if (thread_scratch.bytes < bytes) {
+        free(thread_scratch.memory);
+        thread_scratch.bytes = ceil_div(bytes, 4096) * 4096;
+        thread_scratch.memory = aligned_alloc(64, (size_t)thread_scratch.bytes);
+        if (!thread_scratch.memory) abort(); /* some pages; the machine is out of memory */
+    }
+    return thread_scratch.memory;
+}
+
+static long futex(_Atomic uint32_t *word, int operation, uint32_t value) {
+    return syscall(SYS_futex, word, operation | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
+}
+
+/* The low half of a word that counts, for futexes (little endian). */
+static _Atomic uint32_t *low_half(_Atomic uint64_t *word) { return (_Atomic uint32_t *)word; }
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
+}
+
+/* The next tile of an op, or −1: none is left, or the run is over. */
+static int64_t take_tile(progress *p, uint32_t run, int64_t num_tiles) {
+    uint64_t seen = atomic_load_explicit(&p->next, memory_order_acquire);
+    while ((uint32_t)(seen >> 32) == run && (int64_t)(uint32_t)seen < num_tiles)
+        if (atomic_compare_exchange_weak_explicit(&p->next, &seen, seen + 1, memory_order_acq_rel,
+                                                  memory_order_acquire))
+            return (int64_t)(uint32_t)seen;
+    return -1;
+}
+
+static void finish_tile(progress *p, int64_t num_tiles) {
+    const uint64_t before = atomic_fetch_add(&p->done, 1);
+    if ((int64_t)(uint32_t)before + 1 == num_tiles && atomic_load(&p->num_sleeping))
+        futex(low_half(&p->done), FUTEX_WAKE, INT32_MAX);
+}
+
+static void prefetch_ahead(const job *job, int32_t index, int thread, int num_threads) {
+    for (int32_t i = index + 1; i < job->num_ops && i <= index + LOOK_AHEAD; i++) {
+        const op_class *class = CLASSES[job->ops[i].kind];
+        if (class->prefetch) {
+            class->prefetch(job->ops[i].args, job->step, thread, num_threads);
+            return;
+        }
+    }
+}
+
+/* Return when all tiles are done, or the run is over. */
+static void await_tiles(progress *p, uint32_t run, int64_t num_tiles) {
+    const uint64_t wanted = (uint64_t)run << 32 | (uint64_t)num_tiles;
+    for (int spins = 0;; spins++) {
+        const uint64_t seen = atomic_load_explicit(&p->done, memory_order_acquire);
+        if (seen == wanted || (uint32_t)(seen >> 32) != run) return;
+        if (spins < SPINS) {
+            _mm_pause();
+            continue;
+        }
+        atomic_fetch_add(&p->num_sleeping, 1);
+        const uint64_t again = atomic_load(&p->done);
+        if (again != wanted && (uint32_t)(again >> 32) == run) futex(low_half(&p->done), FUTEX_WAIT, (uint32_t)again);
+        atomic_fetch_sub(&p->num_sleeping, 1);
+    }
+}
+
+/* A thread's way through a run. Returns early when the run ended without it. */
+static void walk(pool *pool, const job *job, uint32_t run, int thread) {
+    int64_t since = job->is_profiling && thread == 0 ? now_ns() : 0;
+    for (int32_t i = 0; i < job->num_ops; i++) {
+        progress *p = &pool->progress[i];
+        op *op = &job->ops[i];
+        const op_class *class = CLASSES[op->kind];
+        const int64_t num_tiles = class->num_tiles(op->args, job->step, pool->num_threads);
+        int64_t tile;
+        while ((tile = take_tile(p, run, num_tiles)) >= 0) {
+            class->run_tile(op->args, job->step, tile, thread, pool->num_threads);
+            finish_tile(p, num_tiles);
+        }
+        if (atomic_load_explicit(&p->done, memory_order_acquire) != ((uint64_t)run << 32 | (uint64_t)num_tiles)) {
+            if ((uint32_t)(atomic_load(&p->done) >> 32) != run) return;
+            prefetch_ahead(job, i, thread, pool->num_threads);
+            await_tiles(p, run, num_tiles);
+        }
+        if (job->is_profiling && thread == 0) {
+            const int64_t now = now_ns();
+            op->nanoseconds += now - since;
+            op->num_calls++;
+            since = now;
+        }
+    }
+}
+
+static void *serve(void *argument) {
+    member *me = argument;
+    pool *pool = me->pool;
+    uint32_t last = 0;
+    while (!atomic_load(&pool->is_closing)) {
+        const uint32_t run = atomic_load_explicit(&pool->run, memory_order_acquire);
+        if (run == last) {
+            atomic_fetch_add(&pool->num_idle, 1);
+            if (atomic_load(&pool->run) == last && !atomic_load(&pool->is_closing)) futex(&pool->run, FUTEX_WAIT, last);
+            atomic_fetch_sub(&pool->num_idle, 1);
+            continue;
+        }
+        if (run % 2) { /* being made */
+            _mm_pause();
+            continue;
+        }
+        const job mine = pool->job;
+        atomic_thread_fence(memory_order_acquire);
+        if (atomic_load(&pool->run) != run) continue; /* the copy may be torn */
+        last = run;
+        walk(pool, &mine, run, me->index);
+    }
+    free(thread_scratch.memory);
+    return NULL;
+}
+
+void pool_run(pool *pool, op *ops, int32_t num_ops, const step *step, int32_t is_profiling) {
+    const uint32_t run = atomic_load(&pool->run) + 2;
+    atomic_store(&pool->run, run - 1);
+    for (int32_t i = 0; i < num_ops; i++) {
+        atomic_store_explicit(&pool->progress[i].next, (uint64_t)run << 32, memory_order_relaxed);
+        atomic_store_explicit(&pool->progress[i].done, (uint64_t)run << 32, memory_order_relaxed);
+    }
+    const job mine = {.ops = ops, .step = step, .num_ops = num_ops, .is_profiling = is_profiling};
+    pool->job = mine;
+    atomic_store(&pool->run, run);
+    if (atomic_load(&pool->num_idle)) futex(&pool->run, FUTEX_WAKE, INT32_MAX);
+    walk(pool, &mine, run, 0);
+}
+
+pool *pool_open(int32_t num_threads, int32_t max_ops) {
+    pool *made = aligned_alloc(CACHE_LINE, ceil_div(sizeof(pool), CACHE_LINE) * CACHE_LINE);
+    progress *states = aligned_alloc(CACHE_LINE, (size_t)max_ops * sizeof(progress));
+    member *members = calloc((size_t)num_threads, sizeof(member));
+    if (!made || !states || !members) {
+        free(made), free(states), free(members);
+        return NULL;
+    }
+    memset(made, 0, sizeof(pool));
+    memset(states, 0, (size_t)max_ops * sizeof(progress));
+    made->progress = states;
+    made->members = members;
+    made->num_threads = 1;
+    for (int32_t i = 1; i < num_threads; i++) {
+        members[i] = (member){.pool = made, .index = i};
+        if (pthread_create(&members[i].thread, NULL, serve, &members[i])) {
+            pool_close(made);
+            return NULL;
+        }
+        made->num_threads++;
+    }
+    return made;
+}
+
+void pool_close(pool *pool) {
+    atomic_store(&pool->is_closing, 1);
+    atomic_fetch_add(&pool->run, 2);
+    futex(&pool->run, FUTEX_WAKE, INT32_MAX);
+    for (int32_t i = 1; i < pool->num_threads; i++) pthread_join(pool->members[i].thread, NULL);
+    free(pool->members);
+    free(pool->progress);
+    free(pool);
+}

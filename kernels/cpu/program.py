@@ -1,0 +1,99 @@
+"""A program: ops over buffers of fixed capacity, run by one call a step.
+
+The C code keeps addresses, not objects: a program holds on to every tensor and struct that it was given, and a pool to
+every program that it has run, since a thread that comes late may still look at the last one (pool.c).
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from torch import Tensor
+
+from kernels.cpu.ops import ARGUMENTS, Op, OpKind, Step
+
+MAX_OPS = 4096
+
+
+class Pool:
+    """Threads that run programs; the caller is one of them.
+
+    Args:
+        library: from `build.load_library`.
+        num_threads: in all, the caller included.
+    """
+
+    def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._library = library
+        library.pool_open.restype = ctypes.c_void_p
+        library.pool_run.restype = None
+        library.pool_close.restype = None
+        self._kept: list[Program] = []
+        self._handle = ctypes.c_void_p(library.pool_open(num_threads, MAX_OPS))
+        if not self._handle:
+            raise MemoryError(f"can't start {num_threads} threads for the CPU kernels")
+
+    def run(self, program: Program, step: Step, *, is_profiling: bool = False) -> None:
+        """Run all ops for `step`; the interpreter's lock is free meanwhile."""
+        if program.pool is not self:
+            program.pool = self
+            self._kept.append(program)
+        ops = program.compiled()
+        self._library.pool_run(self._handle, ops, len(ops), ctypes.byref(step), int(is_profiling))
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._handle:
+            self._library.pool_close(self._handle)
+            self._handle = ctypes.c_void_p(None)
+            self._kept.clear()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Program:
+    """Ops in the order they are added."""
+
+    def __init__(self) -> None:
+        self.pool: Pool | None = None
+        self.step: Step | None = None
+        self._ops: list[tuple[OpKind, ctypes.Structure]] = []
+        self._labels: list[str] = []
+        self._kept: list[object] = []
+        self._compiled: ctypes.Array[Op] | None = None
+
+    def add(self, kind: OpKind, args: ctypes.Structure, *kept: object, label: str = "") -> None:
+        """Append an op.
+
+        Args:
+            args: the kind's struct (`ARGUMENTS`).
+            kept: tensors whose addresses `args` holds.
+            label: what the profile calls it; ops of one label are added up.
+        """
+        assert isinstance(args, ARGUMENTS[kind])
+        assert len(self._ops) < MAX_OPS
+        self._ops.append((kind, args))
+        self._labels.append(label or kind.name.lower())
+        self._kept += kept
+        self._compiled = None
+
+    def compiled(self) -> ctypes.Array[Op]:
+        """The ops as C sees them."""
+        if self._compiled is None:
+            ops = [Op(kind=kind, args=ctypes.addressof(args)) for kind, args in self._ops]
+            self._compiled = (Op * len(ops))(*ops)
+        return self._compiled
+
+    def profile(self) -> dict[str, float]:
+        """Seconds spent in the ops of each label, over all profiled runs."""
+        seconds: dict[str, float] = {}
+        for label, op in zip(self._labels, self.compiled(), strict=True):
+            seconds[label] = seconds.get(label, 0.0) + op.nanoseconds * 1e-9
+        return seconds
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Where the data of a CPU tensor begins; None for None."""
+    return None if tensor is None else tensor.data_ptr()

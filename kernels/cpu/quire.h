@@ -1,0 +1,86 @@
+/* What the C kernels share: a step, an op, the table of kinds, and the threads that run them.
+ *
+ * A *program* is an array of ops that one call runs from first to last for one *step*. An op is cut into tiles; the
+ * threads take tiles from a counter, and the next op begins when all tiles of this one are done (pool.c). What an op
+ * works on is fixed when the program is built (its arguments point into buffers of fixed capacity); what differs from
+ * step to step (how many rows, which sequences) is in `step`.
+ *
+ * Numbers: an op's result for a row depends on that row only. Each output element is summed in an order that depends
+ * on the op's fixed sizes, never on the number of rows, tiles or threads.
+ */
+#pragma once
+#include <stdint.h>
+
+#define LANES 16 /* floats in a vector register */
+
+/* Element types of activations, caches and weights. */
+enum dtype { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
+
+/* One step: num_rows tokens, chunk after chunk of num_sequences sequences. All arrays belong to the caller. */
+typedef struct step {
+    int64_t num_rows;
+    int64_t num_sequences;
+    int64_t num_wanted;          /* rows whose logits are wanted */
+    const int64_t *token_ids;    /* [rows] */
+    const int64_t *positions;    /* [rows] */
+    const int64_t *slots;        /* [rows] block · block_size + offset; −1: not written */
+    const int64_t *wanted_rows;  /* [wanted] */
+    const int32_t *query_starts; /* [sequences + 1] first row of each chunk, and the end */
+    const int32_t *context_lens; /* [sequences] keys of each sequence, its chunk's included */
+    const int32_t *block_tables; /* [sequences, table_stride] */
+    int64_t table_stride;
+} step;
+
+typedef struct op {
+    int32_t kind; /* enum op_kind */
+    int32_t num_calls;   /* counted while profiling, as the next */
+    int64_t nanoseconds; /* from the end of the op before to the end of this one, over all calls */
+    const void *args;    /* the kind's own struct */
+} op;
+
+enum op_kind {
+    OP_EMBED = 0,
+    OP_NORM = 1,
+    OP_LINEAR = 2,
+    OP_ROTARY_KV = 3,
+    OP_ATTENTION_PLAN = 4,
+    OP_ATTENTION = 5,
+    OP_ATTENTION_MERGE = 6,
+    OP_QUANTIZE = 7,
+    OP_ARGMAX = 8,
+    OP_ARGMAX_MERGE = 9,
+    NUM_OP_KINDS = 10,
+};
+
+/* How a kind is run. `thread` is in [0, num_threads). */
+typedef struct op_class {
+    int64_t (*num_tiles)(const void *args, const step *step, int num_threads);
+    void (*run_tile)(const void *args, const step *step, int64_t tile, int thread, int num_threads);
+    /* Bring what `thread` will read first into its cache, called while it waits; NULL: nothing worth it. */
+    void (*prefetch)(const void *args, const step *step, int thread, int num_threads);
+} op_class;
+
+#pragma weak embed_class
+#pragma weak norm_class
+#pragma weak linear_class
+#pragma weak rotary_kv_class
+#pragma weak attention_plan_class
+#pragma weak attention_class
+#pragma weak attention_merge_class
+#pragma weak quantize_class
+#pragma weak argmax_class
+#pragma weak argmax_merge_class
+extern const op_class embed_class, norm_class, linear_class, rotary_kv_class, attention_plan_class, attention_class,
+    attention_merge_class, quantize_class, argmax_class, argmax_merge_class;
+
+/* At least `bytes` of memory that belongs to the calling thread: 64-byte aligned, contents kept until it grows; no two users at a time. */
+void *scratch(int64_t bytes);
+
+/* Threads. `pool_open` starts num_threads − 1 of them (the caller of `pool_run` is thread 0); NULL: no memory or no
+ * threads. `pool_run` runs ops 0 .. num_ops − 1; one run at a time. */
+typedef struct pool pool;
+pool *pool_open(int32_t num_threads, int32_t max_ops);
+void pool_run(pool *pool, op *ops, int32_t num_ops, const step *step, int32_t is_profiling);
+void pool_close(pool *pool);
+
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
