@@ -56,8 +56,9 @@ enum op_kind {
 typedef struct op_class {
     int64_t (*num_tiles)(const void *args, const step *step, int num_threads);
     void (*run_tile)(const void *args, const step *step, int64_t tile, int thread, int num_threads);
-    /* Bring what `thread` will read first into its cache, called while it waits; NULL: nothing worth it. */
-    void (*prefetch)(const void *args, const step *step, int thread, int num_threads);
+    /* Called while `thread` waits for its turn: brings the bytes from `cursor` on of what it will read into its cache,
+     * a few lines at a time. The new cursor, −1: that is all. NULL: nothing worth it. */
+    int64_t (*prefetch)(const void *args, const step *step, int thread, int num_threads, int64_t cursor);
 } op_class;
 
 #pragma weak embed_class
