@@ -16,8 +16,8 @@
 #include <immintrin.h>
 
 #define MAX_ROWS 12
-/* Up to here memory is the limit. */
-#define STREAM_ROWS 4
+/* Up to here four panels at a time, for enough independent sums. */
+#define FEW_ROWS 4
 /* Rows of a tile: more would make the last tile of an op last longer than the others wait for. */
 #define ROW_BLOCK 192
 /* Bytes ahead in a panel. */
@@ -34,6 +34,7 @@ typedef struct pass {
     const char *x;
     int64_t x_bytes;     /* a row */
     int64_t panel_bytes; /* a multiple of 64 */
+    int is_streaming;    /* one pass only: prefetch the panels themselves, then `next` */
 } pass;
 
 static inline __attribute__((always_inline)) __m512 dot(int is_bf16, __m512 sum, __m512i w, const char *x) {
@@ -64,14 +65,13 @@ static inline __attribute__((always_inline)) void accumulate(const int rows, con
 
 /* sums[rows][panels] = x · panels. Inlined for each (rows, panels), so that all sums are registers. */
 static inline __attribute__((always_inline)) void multiply(const int rows, const int panels, const int is_bf16,
-                                                           const int is_streaming, const pass *t,
-                                                           float sums[][MAX_TILE_PANELS][LANES]) {
+                                                           const pass *t, float sums[][MAX_TILE_PANELS][LANES]) {
     __m512 sum[MAX_ROWS][MAX_TILE_PANELS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++) sum[r][p] = _mm512_setzero_ps();
-    if (is_streaming) {
+    if (t->is_streaming) {
         const int64_t turn = t->panel_bytes > DISTANCE ? t->panel_bytes - DISTANCE : 0;
         accumulate(rows, panels, is_bf16, 1, t, 0, turn, t->panels + DISTANCE, sum);
         accumulate(rows, panels, is_bf16, 1, t, turn, t->panel_bytes, t->next - turn, sum);
@@ -88,7 +88,7 @@ typedef void multiply_fn(const pass *t, float sums[][MAX_TILE_PANELS][LANES]);
 
 #define DEFINE(type, is_bf16, rows, panels)                                                                  \
     static void type##_##rows##_##panels(const pass *t, float sums[][MAX_TILE_PANELS][LANES]) {             \
-        multiply(rows, panels, is_bf16, (rows) <= STREAM_ROWS, t, sums);                                     \
+        multiply(rows, panels, is_bf16, t, sums);                                     \
     }
 #define DEFINE_FEW(type, b, p) DEFINE(type, b, 1, p) DEFINE(type, b, 2, p) DEFINE(type, b, 3, p) DEFINE(type, b, 4, p)
 #define DEFINE_ALL(type, b, p)                                                                               \
@@ -121,7 +121,7 @@ static void float_tile(const linear_args *args, const linear_tile *tile) {
     const char *x = (const char *)args->x + tile->first_row * x_bytes;
     for (int64_t panel = 0; panel < tile->num_panels;) {
         const int64_t left = tile->num_panels - panel;
-        const int64_t panels = left >= 4 && tile->num_rows <= STREAM_ROWS ? 4 : left >= 2 ? 2 : 1;
+        const int64_t panels = left >= 4 && tile->num_rows <= FEW_ROWS ? 4 : left >= 2 ? 2 : 1;
         for (int64_t i = 0, row = 0; i < num_passes; i++) {
             const int64_t rows = (tile->num_rows * (i + 1)) / num_passes - row;
             const pass pass = {
@@ -130,6 +130,7 @@ static void float_tile(const linear_args *args, const linear_tile *tile) {
                 .x = x + row * x_bytes,
                 .x_bytes = x_bytes,
                 .panel_bytes = bytes,
+                .is_streaming = num_passes == 1,
             };
             MULTIPLY[is_bf16][panels][rows](&pass, sums);
             linear_finish(args, tile->first_row + row, rows, tile->first_panel + panel, panels, sums);
@@ -157,7 +158,7 @@ typedef struct cut {
 static cut cut_op(const linear_args *args, const step *step) {
     const int64_t rows = args->use_wanted ? step->num_wanted : step->num_rows;
     const int64_t row_blocks = ceil_div(rows, ROW_BLOCK);
-    const int is_short = rows <= STREAM_ROWS && 4 * panel_bytes(&args->weight) <= STREAM_BYTES;
+    const int is_short = rows <= FEW_ROWS && 4 * panel_bytes(&args->weight) <= STREAM_BYTES;
     return (cut){
         .num_panels = ceil_div(args->weight.out, LANES),
         .panels = is_short ? 4 : 2,
