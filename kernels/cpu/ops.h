@@ -58,13 +58,13 @@ typedef struct linear_args {
 } linear_args;
 
 /* Rotates queries and keys of `qkv` [rows, (heads + 2 kv_heads) · head_size] float by the row's position; queries go
- * to `query` [rows, heads, head_size] in the cache's dtype, multiplied by `query_scale`; keys and values go into the
- * cache at the row's slot. */
+ * to `query` [rows, heads, head_size] in the cache's dtype, multiplied by `query_scale` (which is to hold the factor of
+ * the scores and log2(e), see attention.c); keys and values go into the cache at the row's slot. */
 typedef struct rotary_kv_args {
     const float *qkv;
     const float *cos_sin; /* [positions, head_size]: cos half, then sin half */
     void *query;
-    void *cache; /* one layer's blocks, see attention.c */
+    void *cache; /* one layer's part of the first block, see kv_cache.h */
     int64_t heads, kv_heads, head_size, block_size, block_stride /* elements */;
     int32_t cache_dtype;
     float query_scale;
@@ -72,15 +72,17 @@ typedef struct rotary_kv_args {
 
 /* Causal attention of the step's chunks over the paged cache, into `out` [rows, out_stride] in `out_dtype` (F32, BF16,
  * or F32 rows that OP_QUANTIZE reads). OP_ATTENTION_PLAN cuts the step into tiles once (`plan`, read by all layers);
- * OP_ATTENTION computes them; where a sequence's context was cut into splits, OP_ATTENTION_MERGE adds these up in
- * order. See attention.c. */
+ * OP_ATTENTION computes them; where a tile's context was cut into splits, OP_ATTENTION_MERGE adds these up in order.
+ * See attention.h. */
 typedef struct attention_args {
     const void *query; /* [rows, heads, head_size], scaled, in the cache's dtype */
-    const void *cache;
-    void *plan;
-    float *partial;
+    const void *cache; /* as in rotary_kv_args */
+    void *plan;        /* attention_plan, with room for max_rows and max_partials */
+    float *partial;    /* [max_partials, heads, head_size] sums of values, then [max_partials, heads, 2] best, total */
     void *out;
-    int64_t heads, kv_heads, head_size, block_size, block_stride, out_stride;
+    int64_t heads, kv_heads, head_size, block_size, block_stride, out_stride; /* elements */
+    int64_t max_rows;     /* of a step */
+    int64_t max_partials; /* (row, split) pairs that may be computed apart in a step; any number gives the same bits */
     int32_t cache_dtype;
     int32_t out_dtype;
 } attention_args;

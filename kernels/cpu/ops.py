@@ -150,6 +150,8 @@ class AttentionArgs(ctypes.Structure):
         ("block_size", c_int64),
         ("block_stride", c_int64),
         ("out_stride", c_int64),
+        ("max_rows", c_int64),
+        ("max_partials", c_int64),
         ("cache_dtype", c_int32),
         ("out_dtype", c_int32),
     )

@@ -1,0 +1,54 @@
+/* Causal attention over the paged cache: what the plan and the tiles share.
+ *
+ * For a query row at position p: out = Σ 2^(q·k − best) v / Σ 2^(q·k − best) over the keys at 0 .. p, with
+ * best = max q·k. The query comes multiplied by the factor of the scores and by log2(e), so 2^x serves for e^x.
+ *
+ * Work is cut in two ways. *Items* are query rows of one sequence: one row in decode, ROWS_OF_TILE / group consecutive
+ * rows of a chunk; with the query heads of one KV head they make up the M rows of small matrix products. *Splits* are
+ * SPLIT keys each, from position 0 on. A tile is (item, KV head), which takes its splits one after another, or (item,
+ * KV head, split), which leaves best, total and sum of its split in `partial` for the merge; the plan chooses the
+ * latter where an item would keep one thread busy while others have nothing left.
+ *
+ * Numbers: within a split keys are taken in tiles of KEY_TILE. Each has its scores (summed over the head in order), its
+ * best, its total (of floats, not of the rounded weights) and adds its products to the sums, which were scaled to the
+ * new best before. After a split its (best, total, sums) are added to those of the splits before. All these are the
+ * same operations in the same order for a row, whoever computes it with whichever rows beside it. A key that a row
+ * can't see has weight 0 and adds exact zeros. In BF16 query, keys, values and weights are bfloat16 (rounded to nearest
+ * even), all sums are float.
+ *
+ * Stale memory may hold NaN: scores of keys past a row's position are replaced before use, and values past the context
+ * are read from a copy that has zeros there. */
+#pragma once
+#include "kv_cache.h"
+#include "ops.h"
+
+#define KEY_TILE 128 /* part of the numbers */
+#define SPLIT 512    /* part of the numbers; a multiple of KEY_TILE */
+#define ROWS_OF_TILE 64
+#define MAX_HEAD_SIZE 256
+
+typedef struct attention_tile {
+    int32_t sequence;
+    int32_t first_row; /* of the step */
+    int32_t num_rows;
+    int32_t num_keys;      /* that the last row sees */
+    int32_t split;         /* −1: all of them, and the result goes to `out` */
+    int32_t first_partial; /* of the item: split s of its row r is at first_partial + s · num_rows + r */
+} attention_tile;
+
+/* [header][tiles: max_rows + max_partials][the same again, unsorted][merges: max_partials] */
+typedef struct attention_plan {
+    int64_t num_tiles;
+    int64_t num_merges;
+    attention_tile tiles[]; /* the dearest first */
+} attention_plan;
+
+static inline attention_tile *unsorted_tiles(const attention_args *args) {
+    return ((attention_plan *)args->plan)->tiles + args->max_rows + args->max_partials;
+}
+
+static inline attention_tile *merges(const attention_args *args) {
+    return unsorted_tiles(args) + args->max_rows + args->max_partials;
+}
+
+static inline int32_t num_splits(const attention_tile *item) { return (int32_t)ceil_div(item->num_keys, SPLIT); }
