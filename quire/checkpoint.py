@@ -43,7 +43,7 @@ def resolve(model: str, cache_dir: Path, say: Callable[[str], None]) -> Path:
 
 def cache_dir(config: ServeConfig) -> Path:
     """Where converted models are kept."""
-    return Path(config.cache_dir).expanduser() if config.cache_dir else Path.home() / ".cache" / "quire"
+    return Path(config.engine.cache_dir).expanduser() if config.engine.cache_dir else Path.home() / ".cache" / "quire"
 
 
 def _check(folder: Path) -> None:

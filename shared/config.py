@@ -71,6 +71,10 @@ class EngineConfig:
     """The workers."""
 
     device: str = setting("auto", "where to compute; auto: CUDA if there is one", choices=("auto", "cpu", "cuda"))
+    cpu_kernels: str = setting("auto", "compute on the CPU with the C kernels: auto (if compiler and processor allow), on, "
+                               "or off (torch)", choices=("auto", "on", "off"))  # fmt: skip
+    cache_dir: str = setting("", "folder for converted models, packed weights and compiled kernels; default: "
+                             "~/.cache/quire")  # fmt: skip
     block_size: int = setting(16, "tokens in a KV block", minimum=1, maximum=256)
     kv_cache_memory_bytes: int | None = setting(
         None, "KV cache size; default on CPU: a quarter of free memory, at most 4 GiB", minimum=1)  # fmt: skip
@@ -122,7 +126,6 @@ class ServeConfig:
 
     workers: int = setting(1, "workers to start", minimum=1, maximum=64)
     gateways: int = setting(1, "gateways to start, on ports P, P+1, ...", minimum=1, maximum=64)
-    cache_dir: str = setting("", "folder for converted models; default: ~/.cache/quire")
     data_dir: str = setting("", "folder for the private Redis' data, kept; default: a new one, removed at exit")
     state_file: str = setting("", "write process ids, ports and the Redis address here as JSON", is_hidden=True)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -38,6 +38,11 @@ class _Buffer:
         self._device = torch.zeros(shape, dtype=dtype, device=device) if is_remote else self._host
         self.array: npt.NDArray[np.int64] = self._host.numpy()
 
+    @property
+    def tensor(self) -> Tensor:
+        """All of it, on the device."""
+        return self._device
+
     def put(self, values: npt.NDArray[np.int64] | list[int]) -> Tensor:
         """`values`, written to the front of the array, on the device."""
         self.array[: len(values)] = values
@@ -57,12 +62,12 @@ class StepInputs:
     Attributes after `fill`:
         token_ids, positions, slots: [rows] int64; slot −1: padding.
         batch: query starts, context lengths and block tables of the chunks.
-        wanted_rows: [sampling chunks] int64, rows whose logits are wanted, in plan order.
+        capacity: as given. wanted_rows: [sampling chunks] int64, rows whose logits are wanted, in plan order.
     """
 
     def __init__(self, capacity: StepCapacity, device: torch.device) -> None:
         tokens, sequences = capacity.max_tokens, capacity.max_sequences
-        self._capacity = capacity
+        self.capacity = capacity
         self._token_ids = _Buffer((tokens,), torch.int64, device)
         self._positions = _Buffer((tokens,), torch.int64, device)
         self._slots = _Buffer((tokens,), torch.int64, device)
@@ -71,11 +76,17 @@ class StepInputs:
         self._context_lens = _Buffer((sequences,), torch.int32, device)
         self._block_tables = _Buffer((sequences, capacity.max_blocks), torch.int32, device)
 
+    @property
+    def whole(self) -> dict[str, Tensor]:
+        """The buffers in full, by name: where they lie never changes."""
+        names = ("token_ids", "positions", "slots", "wanted_rows", "query_starts", "context_lens", "block_tables")
+        return {name: getattr(self, f"_{name}").tensor for name in names}
+
     def fill(self, plan: BatchPlan) -> None:
         """Take over `plan`. A plan beyond the capacity is an error of ours."""
-        assert plan.num_tokens <= self._capacity.max_tokens, "more tokens than max_num_batched_tokens"
-        assert len(plan.chunks) <= self._capacity.max_sequences, "more sequences than max_num_seqs"
-        chunks, block_size = plan.chunks, self._capacity.block_size
+        assert plan.num_tokens <= self.capacity.max_tokens, "more tokens than max_num_batched_tokens"
+        assert len(plan.chunks) <= self.capacity.max_sequences, "more sequences than max_num_seqs"
+        chunks, block_size = plan.chunks, self.capacity.block_size
         for table, chunk in zip(self._block_tables.array, chunks, strict=False):
             _fill_table(table, chunk, block_size)
         lengths = np.array([chunk.length for chunk in chunks])

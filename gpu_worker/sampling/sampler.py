@@ -126,6 +126,17 @@ class Sampler:
         return torch.tensor([read(s) for s in sequences], dtype=torch.int64, device=self._device)
 
 
+def is_plainly_greedy(sequence: Sequence) -> bool:
+    """Whether the sequence's next token is the likeliest one, and nothing else is asked: no logprobs, ban or memory."""
+    sampling = sequence.sampling
+    return (
+        sampling.temperature < GREEDY_TEMPERATURE
+        and sampling.num_logprobs is None
+        and sequence.num_output >= sampling.min_tokens
+        and not SamplingRows.is_needed(sequence)
+    )
+
+
 def _has_filter(sampling: SamplingParams) -> bool:
     return sampling.min_p > 0.0 or sampling.top_k > 0 or sampling.top_p < 1.0
 

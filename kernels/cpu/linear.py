@@ -6,12 +6,13 @@ A panel is 16 neighbouring outputs, laid out so that one vector register takes o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.cpu.arena import Arena
 from kernels.cpu.ops import Dtype, Epilogue, LinearArgs, OpKind, Weight
 from kernels.cpu.program import Program, address
 
@@ -29,6 +30,20 @@ class PackedWeight:
     panels: Tensor
     scales: Tensor | None = None
     sums: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors there are, by field."""
+        parts = {"panels": self.panels, "scales": self.scales, "sums": self.sums}
+        return {name: tensor for name, tensor in parts.items() if tensor is not None}
+
+    def moved(self, arena: Arena) -> PackedWeight:
+        """The same weight, its tensors copied into `arena`."""
+        return replace(self, **{name: arena.copy(tensor) for name, tensor in self.tensors().items()})
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it takes."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
     def struct(self) -> Weight:
         """What ops hold; the tensors must outlive it."""

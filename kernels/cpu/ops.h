@@ -8,9 +8,14 @@
  *   F32   [out/16][in][16] float
  *   BF16  [out/16][in/2][16][2] bfloat16: pairs along `in` for the dot-product instruction
  *   INT8  [out/16][in/4][16][4] int8, then scales [out] float: w ≈ scale · q
- *   INT4  groups of 32 along `in`: [out/16][in/32] of { nibbles [4][16][4 bytes], scales [16] fp16 } (linear_int4.c)
+ *   INT4  groups of 32 along `in`: [out/16][in/32] of { nibbles [4][16][4] bytes, scales [16] fp16 }: w ≈ scale · (n − 8).
+ *         The low nibble of byte [v][o][b] is number 8v + b of output o's group, the high one number 8v + 4 + b.
  *
  * `out` is padded to a multiple of 16 and `in` to a multiple of 2, 4 or 32 with zeros. */
+#define INT4_GROUP 32
+#define INT4_GROUP_BYTES (16 * INT4_GROUP / 2 + 16 * 2)
+#define INT4_ZERO_POINT 8
+
 typedef struct weight {
     int32_t dtype;
     int32_t reserved;
@@ -27,7 +32,7 @@ typedef struct embed_args {
 } embed_args;
 
 /* out[row] = in[row] / sqrt(mean(in²) + eps) · scale, converted to `out_dtype`. With `use_wanted`, output row i is of
- * input row wanted_rows[i], and there are num_wanted. INT8: per row, out = q (int8), scales[row] = max|.| / 127. */
+ * input row wanted_rows[i], and there are num_wanted. INT8: as OP_QUANTIZE. */
 typedef struct norm_args {
     const float *in;    /* [rows, hidden] */
     const float *scale; /* [hidden] */
@@ -46,7 +51,7 @@ enum epilogue { STORE = 0, ADD = 1, SILU_MUL = 2 };
  * and up alternate, and y [rows, out/2] = silu(gate) · up in `out_dtype` (F32 or BF16). */
 typedef struct linear_args {
     weight weight;
-    const void *x;         /* [rows, x_stride]: float, bfloat16, or int8 with x_scales */
+    const void *x;         /* [rows, x_stride]: float, bfloat16, or quantized with x_scales */
     const float *x_scales; /* [rows]; INT8 and INT4 weights */
     const float *bias;     /* [out padded] or NULL */
     void *y;
@@ -87,17 +92,21 @@ typedef struct attention_args {
     int32_t out_dtype;
 } attention_args;
 
-/* q, scale = round(x / scale) with scale = max|x| / 127 of the row. */
+/* out = q + 128 with q = round(x / scale), scale = max|x| / 127 of the row: the instruction that multiplies bytes takes
+ * one operand unsigned, and this is it. A row of zeros has scale 0; one with a NaN or an infinity has scale NaN. */
 typedef struct quantize_args {
     const void *in; /* [rows, in_stride] of in_dtype */
-    int8_t *out;
+    uint8_t *out;
     float *out_scales;
     int64_t width, in_stride, out_stride;
     int32_t in_dtype;
     int32_t reserved;
 } quantize_args;
 
-/* The largest of each wanted row's first `width` logits, the lowest id on a tie. */
+/* The largest of each wanted row's first `width` logits, the lowest id on a tie. A row is searched in
+ * width / ARGMAX_TILE tiles (OP_ARGMAX), whose best OP_ARGMAX_MERGE compares. */
+#define ARGMAX_TILE 16384
+
 typedef struct argmax_args {
     const float *logits; /* [wanted, stride] */
     int64_t width, stride;

@@ -58,7 +58,6 @@ class Program:
 
     def __init__(self) -> None:
         self.pool: Pool | None = None
-        self.step: Step | None = None
         self._ops: list[tuple[OpKind, ctypes.Structure]] = []
         self._labels: list[str] = []
         self._kept: list[object] = []
@@ -78,6 +77,12 @@ class Program:
         self._labels.append(label or kind.name.lower())
         self._kept += kept
         self._compiled = None
+
+    def copy(self) -> Program:
+        """A program of the same ops, to add others to."""
+        made = Program()
+        made._ops, made._labels, made._kept = list(self._ops), list(self._labels), list(self._kept)
+        return made
 
     def compiled(self) -> ctypes.Array[Op]:
         """The ops as C sees them."""
