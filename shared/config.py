@@ -71,8 +71,8 @@ class EngineConfig:
     """The workers."""
 
     device: str = setting("auto", "where to compute; auto: CUDA if there is one", choices=("auto", "cpu", "cuda"))
-    cpu_kernels: str = setting("auto", "compute on the CPU with the C kernels: auto (if compiler and processor allow), on, "
-                               "or off (torch)", choices=("auto", "on", "off"))  # fmt: skip
+    cpu_kernels: str = setting("auto", "compute on a CPU with the C kernels: auto (where compiler and processor allow "
+                               "it), on, or off (torch)", choices=("auto", "on", "off"))  # fmt: skip
     cache_dir: str = setting("", "folder for converted models, packed weights and compiled kernels; default: "
                              "~/.cache/quire")  # fmt: skip
     block_size: int = setting(16, "tokens in a KV block", minimum=1, maximum=256)

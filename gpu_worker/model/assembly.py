@@ -1,4 +1,4 @@
-"""From settings to a runner: which device and precision, the weights, the way of computing, the size of the KV cache."""
+"""From settings to a runner: device and precision, the weights, the way of computing, the size of the KV cache."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def open_pool(config: WorkerConfig, layout: KvLayout) -> Pool | None:
     except CpuKernelsUnavailable as error:
         if wanted == "on":
             raise ConfigError(f"--cpu-kernels=on: {error}") from None
-        _log.warning("cpu_kernels.unavailable", why=error, instead="torch")
+        _log.warning("kernels.unavailable", why=error, instead="torch")
         return None
     return pool
 
@@ -73,14 +73,14 @@ def _load_weights(checkpoint_config: CheckpointConfig, config: WorkerConfig, dty
     since = time.monotonic()
     weights = load_packed(checkpoint_config, path)
     if weights is not None:
-        _log.info("packed_weights.read", seconds=time.monotonic() - since, mib=weights.num_bytes / 2**20)
+        _log.info("weights.read", seconds=time.monotonic() - since, mib=weights.num_bytes / 2**20)
         return weights
     checkpoint = Checkpoint(folder, dtype=dtype, device=torch.device("cpu"))
     weights = pack_model(checkpoint_config, checkpoint)
     ignored = ("rotary_emb.inv_freq", "lm_head.weight") if checkpoint_config.is_tied else ("rotary_emb.inv_freq",)
     checkpoint.close(ignored=ignored)
     save_packed(weights, path)
-    _log.info("packed_weights.made", seconds=time.monotonic() - since, mib=weights.num_bytes / 2**20, file=path)
+    _log.info("weights.packed", seconds=time.monotonic() - since, mib=weights.num_bytes / 2**20, file=path)
     return weights
 
 

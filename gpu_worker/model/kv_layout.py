@@ -3,8 +3,8 @@
 A model declares groups of layers that share one block table (`KvGroup`; full attention only, one group so far). For
 each layer the cache is one tensor of blocks, each one contiguous run of bytes (copy, swap and fork move it whole):
 
-* token-major, [num_blocks, 2, block_size, kv_heads, head_size]: a block's keys, then its values, so that gathered blocks
-  of a sequence are its keys in token order without another copy;
+* token-major, [num_blocks, 2, block_size, kv_heads, head_size]: a block's keys, then its values, so that gathered
+  blocks of a sequence are its keys in token order without another copy;
 * packed, [num_blocks, block_elements]: in the order that the CPU kernels multiply in (kernels/cpu/kv_cache.py).
 """
 

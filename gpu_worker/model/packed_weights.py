@@ -94,7 +94,7 @@ def save_packed(model: PackedModel, path: Path) -> None:
         save_file(tensors, made, metadata={"weights": json.dumps(shapes)})
         made.rename(path)
     except (OSError, SafetensorError) as error:
-        _log.warning("packed_weights.not_saved", path=path, error=error)
+        _log.warning("weights.unsaved", path=path, error=error)
     finally:
         made.unlink(missing_ok=True)
 
@@ -107,7 +107,7 @@ def load_packed(config: CheckpointConfig, path: Path) -> PackedModel | None:
         with safe_open(path, framework="pt") as file:
             return _Reading(file, Arena(path.stat().st_size)).model(config)
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-        _log.warning("packed_weights.unreadable", path=path, error=error)
+        _log.warning("weights.unreadable", path=path, error=error)
         return None
 
 

@@ -1,9 +1,9 @@
 """Memory for weights: huge pages, filled front to back.
 
 Design note: a decode step reads every weight once, far more than any cache holds, so address translation counts. On
-Zen 4, a 0.5B model (988 MB bfloat16) took 41.5 ms a step with one thread from ordinary pages and 37.8 ms from huge ones.
-The system gives them to anonymous memory that asks, not to mapped files; so weights are copied here even when they come
-from a file in the right order.
+Zen 4, a 0.5B model (988 MB bfloat16) took 41.5 ms a step with one thread from ordinary pages and 37.8 ms from huge
+ones. The system gives them to anonymous memory that asks, not to mapped files; so weights are copied here even when
+they come from a file in the right order.
 """
 
 from __future__ import annotations

@@ -38,7 +38,12 @@ class PackedWeight:
 
     def moved(self, arena: Arena) -> PackedWeight:
         """The same weight, its tensors copied into `arena`."""
-        return replace(self, **{name: arena.copy(tensor) for name, tensor in self.tensors().items()})
+        return replace(
+            self,
+            panels=arena.copy(self.panels),
+            scales=None if self.scales is None else arena.copy(self.scales),
+            sums=None if self.sums is None else arena.copy(self.sums),
+        )
 
     @property
     def num_bytes(self) -> int:

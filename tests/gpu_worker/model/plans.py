@@ -75,7 +75,9 @@ def advance(runner: DecoderRunner, plan: BatchPlan) -> None:
             chunk.sequence.token_ids.append(next(drawn).token_id)
 
 
-def generate(runner: DecoderRunner, sequences: list[Sequence], num_tokens: int, chunk_size: int = 512) -> list[list[int]]:
+def generate(
+    runner: DecoderRunner, sequences: list[Sequence], num_tokens: int, chunk_size: int = 512
+) -> list[list[int]]:
     """Output tokens of each sequence, all stepped together until each has `num_tokens`."""
     while open_ones := [s for s in sequences if s.num_output < num_tokens]:
         advance(runner, plan_step(open_ones, chunk_size))
