@@ -16,6 +16,7 @@ from gpu_worker.model.kv_layout import KvCache, KvLayout
 from gpu_worker.model.kv_memory import KvNeed, KvSize, cpu_default_bytes, cuda_bytes, size_kv
 from gpu_worker.model.llama import Llama, load_llama
 from gpu_worker.model.loader import Checkpoint, fingerprint
+from gpu_worker.model.part_times import PartTimes
 from gpu_worker.model.qwen2 import load_qwen2
 from gpu_worker.sampling.sampler import Sampler
 from shared.config import WorkerConfig
@@ -47,6 +48,7 @@ class TorchRunner:
                  card: ModelCard) -> None:  # fmt: skip
         self._model, self._cache, self._inputs, self._sampler = model, cache, inputs, sampler
         self._block_size = block_size
+        self._times = PartTimes()
         self.card = card
 
     @property
@@ -90,14 +92,23 @@ class TorchRunner:
             return []
         with torch.inference_mode():
             logits = self.compute_logits(plan)
-            return self._sampler.draw(logits, [chunk.sequence for chunk in plan.chunks if chunk.is_sampling])
+            with self._times.part("sampling"):
+                return self._sampler.draw(logits, [chunk.sequence for chunk in plan.chunks if chunk.is_sampling])
 
     def compute_logits(self, plan: BatchPlan) -> torch.Tensor:
         """Write KV for all tokens of `plan`; raw logits [sampling chunks, model's vocabulary] float32."""
-        self._inputs.fill(plan)
+        with self._times.part("inputs"):
+            self._inputs.fill(plan)
         with torch.inference_mode():
-            hidden = self._model.forward(self._inputs, self._cache)
-            return self._model.logits(hidden[self._inputs.wanted_rows])
+            with self._times.part("forward"):
+                hidden = self._model.forward(self._inputs, self._cache)
+            with self._times.part("logits"):
+                return self._model.logits(hidden[self._inputs.wanted_rows])
+
+    def profile(self) -> dict[str, float]:
+        """Seconds by part since the runner was made (`bench step --profile` shows what a step adds to them). A name
+        with a dot is a share of the part before it: `forward.attention` is in `forward`."""
+        return self._times.seconds()
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has left the batch: free its sampling row."""
