@@ -190,7 +190,7 @@ def _policy_by_queue(sizes: Sizes) -> Series:
 
 def _note(series: Series, x: float, times: TimedSteps) -> None:
     series["step"].append((x, 1e6 * times.median_s))
-    series["view"].append((x, 1e6 * times.parts_s["view"]))
+    series["view"].append((x, 1e6 * times.median_view_s))
 
 
 def _null_steps(num_blocks: int, num_waiting: int, sizes: Sizes) -> TimedSteps:
