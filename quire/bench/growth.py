@@ -9,7 +9,6 @@ flat is said in the chart's title.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.bench import machine, report, stepping
@@ -67,6 +66,7 @@ class GrowthConfig:
 def main(argv: list[str]) -> int:
     """Run the command. Raises `ConfigError`."""
     settings = config.load(GrowthConfig, argv, program="quire bench growth", description=__doc__ or "")
+    folder = report.make_folder("--out", settings.out)
     sizes = QUICK if settings.quick else Sizes()
     if settings.quick:
         settings = GrowthConfig(**asdict(settings) | {"model": "test"})
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     }  # fmt: skip
     title = f"quire {about['commit']}, {document['date']}, {settings.model}, {about['cores']} cores of {about['cpu']}"
     print("\n\n".join(map(format_chart, charts)))
-    for path in report.write(Path(settings.out), f"growth-{settings.model}", document, render(title, charts)):
+    for path in report.write(folder, f"growth-{settings.model}", document, render(title, charts)):
         print(f"written: {path}")
     return 0
 

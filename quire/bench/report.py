@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from quire.bench.bounds import Bounds
 from quire.bench.rows import Measured, lengths
 from quire.bench.svg import Bars, render
+from shared.errors import ConfigError
 
 HEAD = ("", "ours", "bound of this run", "our share of it", "aim", "reached", "reference (other program, elsewhere)")
 HEAD_PEER = ("peer in this run", "ours / peer")
@@ -24,18 +26,37 @@ def today() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
 
 
+def make_folder(flag: str, given: str) -> Path:
+    """The folder to write to, which is there from now on. Raises `ConfigError` that names `flag`."""
+    folder = Path(given).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag}={given}: {error.strerror}") from None
+    return folder
+
+
 def write(folder: Path, name: str, document: Mapping[str, Any], drawing: str) -> list[Path]:
-    """`document` as JSON and `drawing` as SVG in `folder`, under names with date and commit; the files written.
+    """`document` as JSON and `drawing` as SVG in `folder` (which is there), under names with date and commit; the files
+    written.
 
     Args:
         document: must hold "date", and "commit" in its "machine".
     """
-    folder.mkdir(parents=True, exist_ok=True)
     stem = f"{name}-{document['date']}-{document['machine']['commit'] or 'unknown'}"
     paths = [folder / f"{stem}.json", folder / f"{stem}.svg"]
-    paths[0].write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    paths[0].write_text(json.dumps(_without_nan(document), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     paths[1].write_text(drawing, encoding="utf-8")
     return paths
+
+
+def _without_nan(value: Any) -> Any:
+    """`value` with None for what is no number: JSON has no word for it."""
+    if isinstance(value, Mapping):
+        return {name: _without_nan(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def results_table(measured: Sequence[Measured]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from shared.errors import QuireError
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
 POLL_S = 0.02
-SAMPLE_S = 0.5
+SAMPLE_S = 0.25
 LOG_LINES = 15
 
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -41,35 +42,21 @@ class ServedModel:
         self.start_s = 0.0
 
     def __enter__(self) -> Self:
-        self._folder = tempfile.TemporaryDirectory(prefix="quire-bench-")
-        self._state_file = Path(self._folder.name, "state.json")
-        self._log = Path(self._folder.name, "cell.log")
-        command = [sys.executable, "-P", "-m", "quire", "serve", str(self._model), "--port=0", "--die-with-parent"]
-        since = time.monotonic()
-        with open(self._log, "wb") as log:
-            self._process = subprocess.Popen(
-                [*command, f"--state-file={self._state_file}", *self._flags],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=child_environment({}),
-                start_new_session=True,
-            )
-        try:
+        with contextlib.ExitStack() as cleanup:
+            folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="quire-bench-")))
+            self._state_file, self._log = folder / "state.json", folder / "cell.log"
+            since = time.monotonic()
+            self._process = self._launch()
+            cleanup.callback(self._end)
             self._wait_ready(since + START_TIMEOUT_S)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        self.start_s = time.monotonic() - since
+            self.start_s = time.monotonic() - since
+            self._cleanup = cleanup.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self._end()
-        finally:
-            self._folder.cleanup()
+        self._cleanup.close()
 
     @property
     def url(self) -> str:
@@ -90,6 +77,18 @@ class ServedModel:
             return 0
         values = [line.rpartition(" ")[2] for line in lines if line.startswith("vllm:num_blocks_used")]
         return int(float(values[0])) if values else 0
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-m", "quire", "serve", str(self._model), "--port=0", "--die-with-parent"]
+        with open(self._log, "wb") as log:
+            return subprocess.Popen(
+                [*command, f"--state-file={self._state_file}", *self._flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=child_environment({}),
+                start_new_session=True,
+            )
 
     def _state(self) -> dict[str, Any]:
         if not self._state_file.exists():
@@ -122,7 +121,7 @@ class ServedModel:
 
 
 class BlockWatch:
-    """Notes the most KV blocks that were in use within a `with` block, by asking twice a second in a thread."""
+    """Notes the most KV blocks that were in use within a `with` block, by asking four times a second in a thread."""
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quire import checkpoint
 from quire.bench import machine, stepping
 from quire.bench.model_cache import ensure_model
 from quire.bench.progress import say
@@ -57,7 +58,10 @@ def measure(settings: StepConfig) -> tuple[str, TimedSteps]:
     """
     from gpu_worker.model.runner import load_runner
 
-    folder = ensure_model(settings.model, settings.cache_dir) if settings.model in SHAPES else Path(settings.model)
+    if settings.model in SHAPES:
+        folder = ensure_model(settings.model, settings.cache_dir)
+    else:
+        folder = checkpoint.resolve(settings.model, Path(), say)
     worker = stepping.worker_config(folder, settings.engine_flags, f"--max-num-seqs={max(settings.batch, 128)}")
     say(f"loading {folder}")
     runner = load_runner(worker)

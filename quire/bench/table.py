@@ -12,7 +12,6 @@ import asyncio
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from quire.bench import limits as machine_limits
@@ -123,6 +122,7 @@ def _check(settings: TableConfig) -> None:
     if settings.peer_url:
         serve.check_url("--peer-url", settings.peer_url)
     _serve_config(settings)
+    report.make_folder("--out", settings.out)
 
 
 def _serve_config(settings: TableConfig) -> ServeConfig:
@@ -255,5 +255,7 @@ def _show(document: dict[str, Any], measured: list[rows.Measured], bounds: dict[
     for name, result in document["results"].items():
         if reason := result.get("left_out") or result.get("failed"):
             print(f"Not measured: {name}: {reason.splitlines()[0]}")
-    for path in report.write(Path(settings["out"]), "table", document, report.draw_table(title, measured)):
+    for path in report.write(
+        report.make_folder("--out", settings["out"]), "table", document, report.draw_table(title, measured)
+    ):
         print(f"written: {path}")
