@@ -84,7 +84,7 @@ class TableConfig:
     peer_model: str = setting("", "model to ask the peer for; default: the first one that it lists")
     peer_api_key: str = setting("", "bearer token to send to the peer")
     peer_as: str = setting("q05b-bf16", "beside which of our configurations", choices=tuple(CONFIGURATIONS))
-    peer_pid: int | None = setting(None, "the peer's process, or its work is taken for a disturbance", minimum=1)
+    peer_pid: int | None = setting(None, "the peer's first process, or its work is taken for a disturbance", minimum=1)
     out: str = setting("benchmarks/results", "folder for the JSON and the plot")
     cache_dir: str = setting("", "folder of the models; default: ~/.cache/quire")
     quick: bool = setting(False, "one repeat of w1 on a test model: does it all work? No figures to quote")
@@ -132,12 +132,14 @@ def _serve_config(settings: TableConfig) -> ServeConfig:
 
 def _measure_limits(effort: machine_limits.Effort, threads: int | None) -> Limits | None:
     say("measuring the machine's limits (seconds)")
+    before = processes.usage([])
     try:
         known = machine_limits.measure(effort, threads)
     except LimitsUnknown as error:
         say(f"no limits, so no bounds: {error}")
         return None
     say(machine_limits.describe(known))
+    _others_cores(before, [], "the limits")
     return known
 
 
@@ -184,8 +186,12 @@ def _measure(configuration: Configuration, settings: TableConfig) -> dict[str, A
             resident = max(resident, processes.resident_bytes(served.pids))
             if settings.peer_url and configuration.name == settings.peer_as:
                 peer = _peer_client(configuration, settings, name)
-                result["peer"][name] = _send(peer, lambda: [*served.pids, *filter(None, [settings.peer_pid])])
+                result["peer"][name] = _send(peer, lambda: [*served.pids, *_peer_pids(settings)])
     return result | _memory(configuration, settings, resident, blocks.most)
+
+
+def _peer_pids(settings: TableConfig) -> list[int]:
+    return [] if settings.peer_pid is None else processes.tree(settings.peer_pid)
 
 
 def _our_client(configuration: Configuration, settings: TableConfig, url: str, workload: str) -> BenchConfig:
@@ -205,12 +211,18 @@ def _send(client: BenchConfig, pids: Callable[[], list[int]]) -> dict[str, Any]:
     """One workload's report, and how busy other processes than `pids` kept the machine meanwhile."""
     before = processes.usage(pids())
     (found,) = asyncio.run(serve.measure(client))
-    others = processes.others_cores(before, processes.usage(pids()))
-    if others > processes.SPOILED_CORES:
-        say(f"SPOILED: other processes kept {others:.2f} cores busy during {found['workload']}")
+    others = _others_cores(before, pids(), found["workload"])
     for error in sorted(set(found["errors"]))[:5]:
         say(f"FAILED: {error}")
     return found | {"others_cores": others}
+
+
+def _others_cores(before: processes.Usage, pids: list[int], what: str) -> float:
+    """How many cores other processes than `pids` have kept busy since `before`; says so when it was too much."""
+    others = processes.others_cores(before, processes.usage(pids))
+    if others > processes.SPOILED_CORES:
+        say(f"SPOILED: other processes kept {others:.2f} cores busy during {what}")
+    return others
 
 
 def _memory(configuration: Configuration, settings: TableConfig, resident: int, num_blocks: int) -> dict[str, float]:

@@ -49,6 +49,19 @@ def test_quick_run_measures_shows_and_writes(
     ElementTree.parse(plot)
 
 
+def test_a_peer_is_measured_beside_ours(cache_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Any OpenAI-style server should get the same workload, and columns of its own with the ratio."""
+    with ServedModel(Path(cache_dir, "bench", "test")) as peer:
+        flags = [f"--peer-url={peer.url}", "--peer-as=test-bf16", "--peer-model=test", f"--peer-pid={peer.pids[0]}"]
+        assert table.main(["--quick", f"--cache-dir={cache_dir}", f"--out={tmp_path}", *flags]) == 0
+    assert "| peer in this run | ours / peer |" in capsys.readouterr().out
+    (figures,) = tmp_path.glob("table-*.json")
+    document = json.loads(figures.read_text())
+    ours, theirs = (document["results"]["test-bf16"][whose]["w1"]["median"] for whose in ("workloads", "peer"))
+    assert document["rows"][0]["ours"] == ours["tpot_ms_p50"]
+    assert document["rows"][0]["peer_in_this_run"] == theirs["tpot_ms_p50"] > 0
+
+
 def test_what_is_not_built_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """A storage whose flag `quire serve` does not have should be told, and be no failure."""
     monkeypatch.setattr(table.flags, "names", lambda _: frozenset({"port"}))
