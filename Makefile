@@ -5,6 +5,8 @@ SHELL := /bin/bash
 
 MODEL ?=
 ARGS ?=
+PEER_URL ?=
+PEER_MODEL ?=
 PYTHON ?= python3
 TESTS ?= tests
 
@@ -48,8 +50,8 @@ lint: setup-dev ## style; changes nothing
 type: setup-dev ## types
 	@$(BIN)/mypy
 
-bench: setup-local ## measure a server that runs: ARGS="--workload w1 w2 --base-url http://127.0.0.1:8000"
-	@$(BIN)/quire bench serve $(ARGS)
+bench: setup-local ## measure README's table (minutes): ARGS="--repeats 5"; PEER_URL=http://... [PEER_MODEL=...] beside it
+	@$(BIN)/quire bench table $(if $(PEER_URL),--peer-url '$(PEER_URL)') $(if $(PEER_MODEL),--peer-model '$(PEER_MODEL)') $(ARGS)
 
 clean: ## remove .venv and caches of tools (models in ~/.cache/quire stay)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis quire.egg-info build

@@ -81,6 +81,8 @@ class BatchPlanner:
       else the newcomer would be the next one evicted, again and again.
     * A sequence that `is_alone` is planned alone, whatever it takes to make room; the others pause.
 
+    A plan looks at the front of the waiting queue only: its cost does not grow with the queue or with the pool.
+
     Args:
         forget: called with each sequence that stops running, to free what the model keeps for it.
     """
@@ -96,6 +98,7 @@ class BatchPlanner:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_evictions = 0
+        self._alone: set[Sequence] = set()
         self._pool = pool
         self._forget = forget
         self._budget = max_num_batched_tokens
@@ -104,6 +107,8 @@ class BatchPlanner:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has no blocks."""
+        if sequence.is_alone:
+            self._alone.add(sequence)
         insort(self.waiting, sequence, key=_order)
 
     def remove(self, sequence: Sequence) -> None:
@@ -112,7 +117,13 @@ class BatchPlanner:
             self._vacate(sequence)
         else:
             self.waiting.remove(sequence)
+        self._alone.discard(sequence)
         sequence.status = SequenceStatus.ENDED
+
+    def unite(self, sequence: Sequence) -> None:
+        """Let a sequence be planned with others again."""
+        sequence.is_alone = False
+        self._alone.discard(sequence)
 
     def evict(self, sequence: Sequence) -> None:
         """Take a running sequence's blocks; it waits in its place to compute its tokens again."""
@@ -124,7 +135,8 @@ class BatchPlanner:
 
     def plan(self) -> BatchPlan:
         """The next step; empty only when there is no sequence. Evicts and admits."""
-        alone = next((s for s in chain(self.running, self.waiting) if s.is_alone), None)
+        # The first of those that run, else the first that waits.
+        alone = min(self._alone, key=lambda s: (s.status is SequenceStatus.WAITING, _order(s)), default=None)
         if alone is not None:
             self._make_room(alone)
             return BatchPlan((_cut(alone, self._budget),))
@@ -141,6 +153,7 @@ class BatchPlanner:
             assert queue == sorted(queue, key=_order)
         assert all(len(s.block_ids) * self._pool.block_size >= s.num_computed for s in self.running)
         assert not any(s.block_ids or s.num_computed for s in self.waiting)
+        assert self._alone == {s for s in chain(self.running, self.waiting) if s.is_alone}
 
     def _grow(self, sequence: Sequence) -> None:
         """Give a running sequence the block that its last token needs, or evict it."""

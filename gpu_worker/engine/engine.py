@@ -56,7 +56,8 @@ class StepOutput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
     """A snapshot for reports. Counters rise for the life of the engine; the prompt of a sequence counts once, with its
-    first token."""
+    first token. `running` describes those of the `num_held` requests of which a sequence runs; the others hold no block
+    and do not change, so whoever handed them in can describe them, and a view need not look at a long queue."""
 
     num_blocks: int
     free_blocks: int
@@ -67,7 +68,8 @@ class EngineView:
     num_preemptions: int
     num_prompt_tokens: int
     num_generation_tokens: int
-    held: dict[RequestId, HeldRequest] = field(default_factory=dict)
+    num_held: int
+    running: dict[RequestId, HeldRequest] = field(default_factory=dict)
 
 
 class Engine:
@@ -161,7 +163,8 @@ class Engine:
         return self._keep(plan, drawn)
 
     def view(self) -> EngineView:
-        """What the engine holds now, O(sequences)."""
+        """What the engine holds now, O(running sequences)."""
+        running = dict.fromkeys(sequence.request_id for sequence in self._planner.running)
         return EngineView(
             num_blocks=self._pool.num_blocks,
             free_blocks=self._pool.num_free,
@@ -172,7 +175,8 @@ class Engine:
             num_preemptions=self.num_evictions + self._num_preempted,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
-            held={request_id: _describe(sequences) for request_id, sequences in self._held.items()},
+            num_held=len(self._held),
+            running={request_id: _describe(self._held[request_id]) for request_id in running},
         )
 
     def check_integrity(self) -> None:
@@ -207,7 +211,7 @@ class Engine:
     def _unite(self, request_id: RequestId) -> None:
         """The request has gained a token: it may step with others again."""
         for sequence in self._held[request_id]:
-            sequence.is_alone = False
+            self._planner.unite(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
         self._planner.remove(sequence)

@@ -27,7 +27,7 @@ from kernels.cpu.attention import (
 from kernels.cpu.kv_cache import KvShape
 from kernels.cpu.linear import add_linear
 from kernels.cpu.ops import Epilogue, Step
-from kernels.cpu.program import Pool, Program, address
+from kernels.cpu.program import Pool, Program, address, sum_profiles
 from kernels.cpu.rows import add_argmax, add_embed, add_norm
 
 _PAD_COLUMNS = 64
@@ -94,6 +94,11 @@ class CpuDecoder:
         self._run(self._best_programs[vocab_size], inputs)
         best: list[int] = self._buffers.best[: len(inputs.wanted_rows)].tolist()
         return best
+
+    def profile(self) -> dict[str, float]:
+        """Seconds by kind of op, over all steps."""
+        programs = [self._logits_program, *self._best_programs.values()]
+        return sum_profiles(program.profile() for program in programs if program is not None)
 
     def _run(self, program: Program, inputs: StepInputs) -> None:
         step, batch = self._step, inputs.batch

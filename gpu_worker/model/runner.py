@@ -11,6 +11,7 @@ from gpu_worker.engine.batch_plan import BatchPlan, DrawnToken
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.model.inputs import StepInputs
 from gpu_worker.model.kv_layout import KvCache, KvGroup
+from gpu_worker.model.part_times import PartTimes
 from gpu_worker.sampling.sampler import Sampler, is_plainly_greedy
 
 
@@ -41,6 +42,10 @@ class Decoder(Protocol):
         """The likeliest of the first `vocab_size` ids for each wanted row, the lowest on a tie; writes KV as well."""
         ...
 
+    def profile(self) -> dict[str, float]:
+        """Seconds by kind of op since the decoder was made; empty where they can't be told apart."""
+        ...
+
 
 class DecoderRunner:
     """A `ModelRunner` over a decoder. One thread uses it."""
@@ -49,6 +54,7 @@ class DecoderRunner:
                  card: ModelCard) -> None:  # fmt: skip
         self._model, self._cache, self._inputs, self._sampler = model, cache, inputs, sampler
         self._block_size = block_size
+        self._times = PartTimes()
         self.card = card
 
     @property
@@ -93,15 +99,31 @@ class DecoderRunner:
         sequences = [chunk.sequence for chunk in plan.chunks if chunk.is_sampling]
         with torch.inference_mode():
             if all(map(is_plainly_greedy, sequences)):
-                self._inputs.fill(plan)
-                return [DrawnToken(i) for i in self._model.compute_best(self._inputs, self._cache, self.vocab_size)]
-            return self._sampler.draw(self.compute_logits(plan), sequences)
+                return [DrawnToken(token_id) for token_id in self._compute_best(plan)]
+            logits = self.compute_logits(plan)
+            with self._times.part("sampling"):
+                return self._sampler.draw(logits, sequences)
 
     def compute_logits(self, plan: BatchPlan) -> torch.Tensor:
         """Write KV for all tokens of `plan`; raw logits [sampling chunks, model's vocabulary] float32."""
-        self._inputs.fill(plan)
+        with self._times.part("inputs"):
+            self._inputs.fill(plan)
         with torch.inference_mode():
-            return self._model.compute_logits(self._inputs, self._cache)
+            with self._times.part("forward"):
+                return self._model.compute_logits(self._inputs, self._cache)
+
+    def profile(self) -> dict[str, float]:
+        """Seconds by part since the runner was made (`bench step --profile` shows what a step adds to them). A name
+        with a dot is a share of the part before it: `forward.attention` is in `forward`."""
+        ops = {f"forward.{name}": seconds for name, seconds in self._model.profile().items()}
+        return self._times.seconds() | ops
+
+    def _compute_best(self, plan: BatchPlan) -> list[int]:
+        """Write KV for all tokens of `plan`; the likeliest token of each sampling chunk."""
+        with self._times.part("inputs"):
+            self._inputs.fill(plan)
+        with self._times.part("forward"):
+            return self._model.compute_best(self._inputs, self._cache, self.vocab_size)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has left the batch: free its sampling row."""

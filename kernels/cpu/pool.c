@@ -52,7 +52,6 @@ typedef struct job {
     op *ops;
     step step;
     int32_t num_ops;
-    int32_t is_profiling;
 } job;
 
 typedef struct member {
@@ -154,7 +153,7 @@ static void await_tiles(const pool *pool, const job *job, int32_t index, uint64_
 
 /* A thread's way through a run. Returns early when the run ended without it. */
 static void walk(pool *pool, const job *job, uint32_t run, int thread) {
-    int64_t since = job->is_profiling && thread == 0 ? now_ns() : 0;
+    int64_t since = thread == 0 ? now_ns() : 0;
     ahead ahead = look_ahead(job, 0);
     for (int32_t i = 0; i < job->num_ops; i++) {
         progress *p = &pool->progress[i];
@@ -170,7 +169,7 @@ static void walk(pool *pool, const job *job, uint32_t run, int thread) {
         if (ahead.index <= i) ahead = look_ahead(job, i + 1);
         await_tiles(pool, job, i, all_done, &ahead, thread);
         if (atomic_load(&p->done) != all_done) return;
-        if (job->is_profiling && thread == 0) {
+        if (thread == 0) {
             const int64_t now = now_ns();
             op->nanoseconds += now - since;
             op->num_calls++;
@@ -205,14 +204,14 @@ static void *serve(void *argument) {
     return NULL;
 }
 
-void pool_run(pool *pool, op *ops, int32_t num_ops, const step *step, int32_t is_profiling) {
+void pool_run(pool *pool, op *ops, int32_t num_ops, const step *step) {
     const uint32_t run = atomic_load(&pool->run) + 2;
     atomic_store(&pool->run, run - 1);
     for (int32_t i = 0; i < num_ops; i++) {
         atomic_store_explicit(&pool->progress[i].next, (uint64_t)run << 32, memory_order_relaxed);
         atomic_store_explicit(&pool->progress[i].done, (uint64_t)run << 32, memory_order_relaxed);
     }
-    const job mine = {.ops = ops, .step = *step, .num_ops = num_ops, .is_profiling = is_profiling};
+    const job mine = {.ops = ops, .step = *step, .num_ops = num_ops};
     pool->job = mine;
     atomic_store(&pool->run, run);
     if (pool->num_threads > 1 && atomic_load(&pool->num_idle)) futex(&pool->run, FUTEX_WAKE, INT32_MAX);
