@@ -62,7 +62,9 @@ def _looks_like_hub_id(model: str) -> bool:
 def main(argv: list[str]) -> int:
     """`python -m quire.checkpoint [MODEL] [options of serve]`: prepare a model to be served. Raises `ConfigError`."""
     config = settings.load(ServeConfig, argv, program="python -m quire.checkpoint", description="Prepare a model.")
-    folder = resolve(config.model.model, cache_dir(config.engine.cache_dir), lambda line: print(f"quire: {line}", flush=True))
+    folder = resolve(
+        config.model.model, cache_dir(config.engine.cache_dir), lambda line: print(f"quire: {line}", flush=True)
+    )
     print(f"quire: the model is in {folder}")
     return 0
 

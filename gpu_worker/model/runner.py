@@ -108,9 +108,8 @@ class DecoderRunner:
         """Write KV for all tokens of `plan`; raw logits [sampling chunks, model's vocabulary] float32."""
         with self._times.part("inputs"):
             self._inputs.fill(plan)
-        with torch.inference_mode():
-            with self._times.part("forward"):
-                return self._model.compute_logits(self._inputs, self._cache)
+        with torch.inference_mode(), self._times.part("forward"):
+            return self._model.compute_logits(self._inputs, self._cache)
 
     def profile(self) -> dict[str, float]:
         """Seconds by part since the runner was made (`bench step --profile` shows what a step adds to them). A name

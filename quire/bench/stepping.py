@@ -18,8 +18,9 @@ from shared.config import WorkerConfig
 from shared.ids import RequestId
 from shared.messages import SamplingParams
 
-PARTS = ("plan", "inputs", "forward", "logits", "sampling", "rest of run", "keep", "view")
-"""Of a step, in their order; what a runner names beside these comes last."""
+PARTS = ("plan", "inputs", "forward", "sampling", "rest of run", "keep", "view")
+"""Of a step, in their order; what a runner names beside these comes last. A step that only takes the likeliest tokens
+has no sampling: that is in forward."""
 
 
 class NullRunner:
