@@ -12,12 +12,14 @@ lost device): `EngineBroken` leaves `step`, the process should die and its reque
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gpu_worker.engine.batch_plan import BatchPlan, BatchPlanner, DrawnToken, ModelRunner
 from gpu_worker.engine.block_pool import BlockPool
 from gpu_worker.engine.sequence import Sequence, SequenceStatus
+from gpu_worker.engine.step_cost import StepCost
 from gpu_worker.engine.stopping import finish_reason, max_known
 from shared.errors import InvalidRequest, QuireError
 from shared.ids import RequestId
@@ -79,16 +81,27 @@ class Engine:
         max_model_len: most tokens a sequence may come to, prompt and output.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step.
+        max_step_s: a step in which some decode takes no more of prompts than fits into this time.
     """
 
     def __init__(
-        self, runner: ModelRunner, *, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        runner: ModelRunner,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_step_s: float = math.inf,
     ) -> None:
         self._runner = runner
         self._max_model_len = max_model_len
         self._pool = BlockPool(runner.num_blocks, runner.block_size)
+        self._cost = StepCost(runner.key_cost)
+        self._last_units = 0.0
         self._planner = BatchPlanner(
             self._pool,
+            max_step_s=max_step_s,
+            cost=self._cost,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             forget=runner.forget,
@@ -155,12 +168,17 @@ class Engine:
             EngineBroken: see the module.
         """
         plan = self._planner.plan()
+        self._last_units = 0.0
         self._num_steps += 1
         try:
             drawn = self._runner.run(plan)
         except Exception as error:
             return self._survive(plan, error)
         return self._keep(plan, drawn)
+
+    def note_duration(self, seconds: float) -> None:
+        """The last step took this long."""
+        self._cost.observe(self._last_units, seconds)
 
     def view(self) -> EngineView:
         """What the engine holds now, O(running sequences)."""
@@ -190,6 +208,7 @@ class Engine:
         """Count the plan's tokens as computed and append what was drawn."""
         for chunk in plan.chunks:
             chunk.sequence.num_computed += chunk.length
+            self._last_units += self._cost.units(chunk.start, chunk.length)
         self._num_failures_in_a_row = 0
         sampling = (chunk.sequence for chunk in plan.chunks if chunk.is_sampling)
         return StepOutput(tuple(self._append(sequence, token) for sequence, token in zip(sampling, drawn, strict=True)))

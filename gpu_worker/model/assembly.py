@@ -68,6 +68,7 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
         max_model_len=size.max_model_len,
         dtype=dtype_name,
         device=device.type,
+        key_cost=_key_cost(checkpoint_config),
     )
     return DecoderRunner(
         model,
@@ -108,6 +109,13 @@ def _load_model(
         model = LOADERS[config.architecture](config, checkpoint, model_len, device)
     checkpoint.close(ignored=("rotary_emb.inv_freq", "lm_head.weight") if config.is_tied else ("rotary_emb.inv_freq",))
     return model
+
+
+def _key_cost(config: CheckpointConfig) -> float:
+    """Multiplications of a (query, key) pair over those of a token's linears, the head not counted."""
+    q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+    attention = config.hidden_size * (2 * q_size + 2 * kv_size)
+    return 2 * q_size / (attention + 3 * config.hidden_size * config.intermediate_size)
 
 
 def _tokenizer_size(folder: Path) -> int | None:

@@ -17,13 +17,15 @@ from gpu_worker.sampling.sampler import Sampler, is_plainly_greedy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """What a worker tells others about its model. `vocab_size` counts ids that have a token."""
+    """What a worker tells others about its model. `vocab_size` counts ids that have a token; `key_cost` is the
+    arithmetic of one (query, key) pair as a share of a token's in the linears."""
 
     fingerprint: str
     vocab_size: int
     max_model_len: int
     dtype: str
     device: str
+    key_cost: float
 
 
 class Decoder(Protocol):
@@ -66,6 +68,11 @@ class DecoderRunner:
     def block_size(self) -> int:
         """Tokens in a block."""
         return self._block_size
+
+    @property
+    def key_cost(self) -> float:
+        """What one key that a query sees costs, where a token costs 1 beside its keys."""
+        return self.card.key_cost
 
     @property
     def fingerprint(self) -> str:

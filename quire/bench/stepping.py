@@ -31,6 +31,7 @@ class NullRunner:
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.key_cost = 0.0
         self._token = DrawnToken(7)
 
     def run(self, plan: BatchPlan) -> list[DrawnToken]:
@@ -47,6 +48,7 @@ class TimedRunner:
         self._runner = runner
         self.num_blocks = runner.num_blocks
         self.block_size = runner.block_size
+        self.key_cost = runner.key_cost
         self.began_at = self.ended_at = 0.0
 
     def run(self, plan: BatchPlan) -> list[DrawnToken]:
