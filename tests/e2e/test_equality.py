@@ -1,4 +1,4 @@
-"""Thirty-two requests at once in a cache too small for them give, token for token, what `transformers` gives alone."""
+"""Forty-eight requests at once in a cache too small for them give, token for token, what `transformers` gives alone."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.faults.checker import check_at_rest, read_metrics
 from tests.faults.streams import StreamRecord, follow_all
 
 PROMPT_SEED = 20261129
-NUM_REQUESTS = 32
+NUM_REQUESTS = 48
 NUM_TOKENS = 64
 MIN_PREEMPTIONS = 5
 POOL_TOKENS = 640
-"""Room for one request of full length, or a few shorter ones; all 32 together need about 10,000 tokens."""
+"""Room for one request of full length, or a few shorter ones; all together need about 10,000 tokens."""
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
 """Of the `test` model: K and V, layers, KV heads, head size, fp32."""
 SMOLLM2_BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 4
@@ -32,9 +32,11 @@ IN_MAKE_TEST = {(8, 100), (16, 32), (32, 512)}
 
 
 def make_prompts(low: int, high: int) -> list[list[int]]:
-    """32 prompts of 16 to 512 token ids in [low, high), from the committed seed."""
+    """Prompts of 16 to 512 token ids in [low, high), from the committed seed; many short ones and few long, so that
+    several share the small cache and grow into each other's blocks."""
     rng = random.Random(PROMPT_SEED)
-    return [[rng.randrange(low, high) for _ in range(rng.randint(16, 512))] for _ in range(NUM_REQUESTS)]
+    lengths = [16 + round(496 * rng.random() ** 3) for _ in range(NUM_REQUESTS)]
+    return [[rng.randrange(low, high) for _ in range(length)] for length in lengths]
 
 
 def make_bodies(prompts: list[list[int]], model: str) -> dict[str, dict[str, Any]]:

@@ -46,11 +46,13 @@ async def check_at_rest(
     client = redis.asyncio.from_url(redis_url)
     try:
         while True:
-            metrics = await read_metrics(base_url, api_key)
             try:
+                metrics = await read_metrics(base_url, api_key)
                 why_not = await _redis_unrest(client) + _metrics_unrest(metrics, counters=counters)
             except redis.exceptions.ConnectionError as error:
                 why_not = [f"Redis is away: {error}"]
+            except aiohttp.ClientConnectionError as error:
+                why_not = [f"the gateway is away: {error}"]
             if not why_not:
                 return
             assert time.monotonic() < deadline, f"not at rest: {why_not}"
