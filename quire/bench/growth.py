@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
 def measure(settings: GrowthConfig, sizes: Sizes) -> list[Lines]:
     """All charts. Raises `ConfigError` when the model or a flag does not allow them."""
     batch_ms, batch_rate = _by_batch(settings, sizes)
-    context_ms = _by_context(settings, sizes)
+    decode_ms, chunk_ms = _by_context(settings, sizes)
     cache_ms = _by_cache(settings, sizes)
     null_cache_us = _null_by_cache(sizes)
     queue_us = _null_by_queue(sizes)
@@ -95,7 +95,8 @@ def measure(settings: GrowthConfig, sizes: Sizes) -> list[Lines]:
     return [
         _chart("batch", "sequences that decode", steps, batch_ms),
         _chart("batch: throughput", "sequences that decode", "tokens/s", batch_rate),
-        _chart("context, one sequence", "tokens in the context", steps, context_ms),
+        _chart("context: a token of one sequence", "tokens in the context", steps, decode_ms),
+        _chart("context: a chunk of a prompt", "tokens in the context", steps, chunk_ms),
         _chart("cache size (flat), batch 8", "KV blocks there are", steps, cache_ms),
         _chart("cache size (flat), no model", "KV blocks there are", micros, null_cache_us),
         _chart("waiting in the engine (flat), no model", "waiting sequences", micros, queue_us),
@@ -134,7 +135,7 @@ def _by_batch(settings: GrowthConfig, sizes: Sizes) -> tuple[Series, Series]:
     return steps, rates
 
 
-def _by_context(settings: GrowthConfig, sizes: Sizes) -> Series:
+def _by_context(settings: GrowthConfig, sizes: Sizes) -> tuple[Series, Series]:
     """Milliseconds of a step that decodes, and of the last whole chunk of a prompt, by tokens before them."""
     longest = max(sizes.contexts)
     runner = _load(settings, _blocks(longest + _num_drawn(sizes)))
@@ -149,7 +150,7 @@ def _by_context(settings: GrowthConfig, sizes: Sizes) -> Series:
         bench.step(NUM_WARM_UP)
         decode.append((context, 1e3 * bench.step(sizes.steps).median_s))
         bench.engine.clear()
-    return {"decode": decode, "last chunk of the prompt": chunks}
+    return {"one token": decode}, {f"last {BUDGET} tokens of the prompt": chunks}
 
 
 def _by_cache(settings: GrowthConfig, sizes: Sizes) -> Series:

@@ -68,6 +68,18 @@ def measure(effort: Effort, threads: int | None = None) -> Limits:
         return _parse(_run([str(program), *map(str, numbers)]))
 
 
+def better(first: Limits, second: Limits) -> Limits:
+    """The larger of each figure: what two measurements of one machine show that it can do."""
+
+    def larger(one: float | None, other: float | None) -> float | None:
+        return None if one is None or other is None else max(one, other)
+
+    return Limits(
+        threads=first.threads, read_one=max(first.read_one, second.read_one), read=max(first.read, second.read),
+        f32=max(first.f32, second.f32), bf16=larger(first.bf16, second.bf16), int8=larger(first.int8, second.int8),
+    )  # fmt: skip
+
+
 def describe(limits: Limits) -> str:
     """One line for people."""
     peaks = ((name, getattr(limits, name)) for name in ("f32", "bf16", "int8"))

@@ -16,6 +16,7 @@ from shared.errors import ConfigError
 
 HEAD = ("", "ours", "bound of this run", "our share of it", "aim", "reached", "reference (other program, elsewhere)")
 HEAD_PEER = ("peer in this run", "ours / peer")
+SHORT_NAMES = {"time to first token": "TTFT", "time per output token": "TPOT", "resident memory": "memory"}
 BOUND_ROWS = (1, 8, 32)
 BOUND_CONTEXT = 256
 BOUND_PROMPTS = (128, 2048)
@@ -137,9 +138,10 @@ def _describe_aim(m: Measured) -> str:
 
 
 def _name(m: Measured) -> str:
-    return f"{m.row.label}, {m.row.configuration.removeprefix('q05b-')}".replace("time to first token", "TTFT").replace(
-        "time per output token", "TPOT"
-    )
+    name = f"{m.row.label}, {m.row.configuration.removeprefix('q05b-')}"
+    for long, short in SHORT_NAMES.items():
+        name = name.replace(long, short)
+    return name
 
 
 def _number(value: float) -> str:

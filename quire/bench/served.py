@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
@@ -16,6 +15,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from quire.bench import processes
+from quire.bench.progress import say
+from quire.private_folder import private_folder
 from shared.config import child_environment
 from shared.errors import QuireError
 
@@ -43,7 +44,7 @@ class ServedModel:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as cleanup:
-            folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="quire-bench-")))
+            folder = cleanup.enter_context(private_folder(say))
             self._state_file, self._log = folder / "state.json", folder / "cell.log"
             since = time.monotonic()
             self._process = self._launch()

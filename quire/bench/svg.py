@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 460, 300
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 44
+LEFT, RIGHT, TOP, BOTTOM = 54, 30, 50, 44
+LETTER = 6.2  # width of one, roughly, at the size of names
 BAR_LEFT, BAR_RIGHT, BAR_HEIGHT = 190, 60, 22
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 NUM_TICKS = 5
@@ -80,21 +81,22 @@ def _draw_lines(chart: Lines) -> Iterator[str]:
     def to_y(y: float) -> float:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * y / y_ticks[-1]
 
-    yield _text(LEFT, 22, chart.title, size=13)
+    yield _text(10, 22, f"{chart.title} [{chart.y_label}]", size=13)
     yield _text((LEFT + WIDTH) / 2, HEIGHT - 8, chart.x_label, anchor="middle")
-    yield _text(4, TOP - 2, chart.y_label, size=10)
     for y in y_ticks:
         yield _line(LEFT, to_y(y), WIDTH - RIGHT, to_y(y), "#dddddd")
         yield _text(LEFT - 5, to_y(y) + 4, _short(y), anchor="end")
     for x in xs if chart.is_log_x else (t for t in ticks(xs[-1]) if xs[0] <= t <= xs[-1]):
         yield _text(to_x(x), HEIGHT - BOTTOM + 15, _short(x), anchor="middle")
+    name_at = float(LEFT)
     for index, (name, series) in enumerate(chart.series.items()):
         colour = COLOURS[index % len(COLOURS)]
         places = [(to_x(x), to_y(y)) for x, y in series if math.isfinite(y)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
         yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.4" fill="{colour}"/>' for x, y in places)
-        yield _text(LEFT + 8, TOP + 14 + 14 * index, name, colour=colour)
+        yield _text(name_at, TOP - 10, name, colour=colour)
+        name_at += LETTER * len(name) + 18
 
 
 def _draw_bars(chart: Bars) -> Iterator[str]:

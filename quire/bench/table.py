@@ -1,9 +1,9 @@
 """`quire bench table`: everything that README's results table shows, measured in one go on this machine.
 
-The story: make the models if they are not there; measure the machine's limits; for each configuration (model × how
-weights are stored) start `quire serve` twice with one set of flags, time the second start, send w1 to w4 through HTTP,
-and look at the memory; print a markdown table, and write all figures (JSON) and a plot (SVG). A peer given by
-`--peer-url` gets each workload right after ours, from the same client.
+The story: make the models if they are not there; measure the machine's limits, before and after the rest; for each
+configuration (model × how weights are stored) start `quire serve` twice with one set of flags, time the second start,
+send w1 to w4 through HTTP, and look at the memory; print markdown tables, and write all figures (JSON) and a plot
+(SVG). A peer given by `--peer-url` gets each workload right after ours, from the same client.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ def main(argv: list[str]) -> int:
         chosen, effort = [CONFIGURATIONS[name] for name in settings.configuration], machine_limits.Effort()
     known = _measure_limits(effort, settings.threads)
     results = {c.name: _measure_or_tell(c, settings) for c in chosen}
+    if known is not None and (again := _measure_limits(effort, settings.threads)) is not None:
+        known = machine_limits.better(known, again)
     bounds = {} if known is None else {c.name: _bounds(c, known) for c in chosen if _has_bounds(c, results[c.name])}
     document = _document(settings, known, bounds, results)
     _show(document, rows.evaluate(rows.ROWS, results, bounds), bounds)
@@ -264,6 +266,7 @@ def _show(document: dict[str, Any], measured: list[rows.Measured], bounds: dict[
     if bounds:
         print("\n" + report.bounds_table(bounds))
     print(f"\nMemory: {MEMORY_DEFINITION}.")
+    print(f"Cores that other processes kept busy meanwhile: {_describe_others(document['results']) or 'not known'}.")
     for name, result in document["results"].items():
         if reason := result.get("left_out") or result.get("failed"):
             print(f"Not measured: {name}: {reason.splitlines()[0]}")
@@ -271,3 +274,12 @@ def _show(document: dict[str, Any], measured: list[rows.Measured], bounds: dict[
         report.make_folder("--out", settings["out"]), "table", document, report.draw_table(title, measured)
     ):
         print(f"written: {path}")
+
+
+def _describe_others(results: dict[str, dict[str, Any]]) -> str:
+    found = ((name, result.get("workloads", {})) for name, result in results.items())
+    return ", ".join(
+        f"{name} {workload} {measured['others_cores']:.2f}"
+        for name, reports in found
+        for workload, measured in reports.items()
+    )

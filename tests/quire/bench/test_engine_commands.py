@@ -53,7 +53,7 @@ def test_growth_writes_every_chart(cache_dir: str, tmp_path: Path) -> None:
     assert growth.main(["--quick", f"--cache-dir={cache_dir}", f"--out={tmp_path}"]) == 0
     (figures,) = tmp_path.glob("growth-test-*.json")
     charts = json.loads(figures.read_text())["charts"]
-    assert len(charts) == 7
+    assert len(charts) == 8
     for chart in charts:
         for points in chart["series"].values():
             assert len(points) == 2

@@ -49,3 +49,10 @@ def test_f32_stands_in_for_a_missing_type() -> None:
     """Where the processor has no bf16 or int8 products, they should count at the rate of f32."""
     old = limits.Limits(threads=1, read_one=1, read=1, f32=5, bf16=None, int8=7)
     assert (old.rate("bf16"), old.rate("int8")) == (5, 7)
+
+
+def test_two_measurements_show_the_better_of_each() -> None:
+    """A machine that was disturbed in one of two measurements should be known by the other."""
+    first = limits.Limits(threads=2, read_one=1, read=5, f32=5, bf16=None, int8=7)
+    second = limits.Limits(threads=2, read_one=2, read=4, f32=6, bf16=None, int8=3)
+    assert limits.better(first, second) == limits.Limits(threads=2, read_one=2, read=5, f32=6, bf16=None, int8=7)

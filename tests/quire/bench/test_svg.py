@@ -26,7 +26,7 @@ def test_lines_are_drawn_point_by_point() -> None:
     assert heights[0][0] > heights[0][1]
     assert heights[1][0] < heights[1][1]
     texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert {"title", "up", "down", "a < b & c"} <= set(texts)
+    assert {"title", "up", "down", "a < b & c [y]"} <= set(texts)
 
 
 def test_bars_are_as_long_as_their_values() -> None:
