@@ -46,12 +46,13 @@ def serve(arguments: list[str]) -> int:
 
 
 def bench(arguments: list[str]) -> int:
-    """Measure a server (`serve`), or make a model to measure with (`model`)."""
+    """Measure a server (`serve`) or a GPU (`gpu`), or make a model to measure with (`model`)."""
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         print("usage: quire bench serve [options]        measure a running server\n"
+              "       quire bench gpu [options]          time this machine's GPU\n"
               "       quire bench model q05b|tiny FOLDER   make a model with random weights\n\n"
-              "`quire bench serve --help` shows its options.")  # fmt: skip
+              "`quire bench serve --help` and `quire bench gpu --help` show their options.")  # fmt: skip
         return 0
     return _pick(BENCH_COMMANDS, name, "bench command")(arguments[1:])
 
@@ -61,6 +62,13 @@ def bench_serve(arguments: list[str]) -> int:
     from quire.bench import serve as measure
 
     return measure.main(arguments)
+
+
+def bench_gpu(arguments: list[str]) -> int:
+    """Time each kernel against what the card can do, and decode."""
+    from quire.bench import gpu
+
+    return gpu.main(arguments)
 
 
 def bench_model(arguments: list[str]) -> int:
@@ -77,7 +85,7 @@ def bench_model(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Command] = {"serve": serve, "bench": bench}
-BENCH_COMMANDS: dict[str, Command] = {"serve": bench_serve, "model": bench_model}
+BENCH_COMMANDS: dict[str, Command] = {"serve": bench_serve, "gpu": bench_gpu, "model": bench_model}
 
 
 def _pick(commands: dict[str, Command], name: str, what: str) -> Command:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.engine.batch_plan import BatchPlan, PlannedChunk
-from kernels.paged_attention import PagedBatch
+from kernels.paged_attention import BatchExtent, PagedBatch
 
 PADDING_SLOT = -1
 
@@ -94,7 +94,18 @@ class StepInputs:
             self._context_lens.put(context_lens),
             self._block_tables.send(len(chunks)),
             block_size,
+            _extent(lengths, context_lens),
         )
+
+
+def _extent(lengths: npt.NDArray[np.int64], context_lens: npt.NDArray[np.int64]) -> BatchExtent:
+    return BatchExtent(
+        min_rows=int(lengths.min()),
+        max_rows=int(lengths.max()),
+        total_rows=int(lengths.sum()),
+        max_context=int(context_lens.max()),
+        total_context=int(context_lens.sum()),
+    )
 
 
 def _known_tokens(chunk: PlannedChunk) -> list[int]:

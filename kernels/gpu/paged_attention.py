@@ -72,7 +72,7 @@ def _attend(
     return acc, best, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])  # else the numbers 1 and 16 would be compiled anew, while users wait
 def _paged_attention_kernel(
     out_ptr, partial_ptr, stats_ptr, query_ptr, key_ptr, value_ptr,
     query_starts_ptr, context_lens_ptr, table_ptr, item_starts_ptr, item_sequences_ptr, num_sequences, scale,

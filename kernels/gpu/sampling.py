@@ -91,7 +91,7 @@ def _draw_kernel(
     tl.store(out_ptr + row, tl.minimum(first, last).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _uniform_kernel(out_ptr, seeds_ptr, choices_ptr, positions_ptr, num_rows, BLOCK: tl.constexpr):
     """Philox4x32-10 with key (seed's low half, high half) and counter (position, choice, 0, 0)."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

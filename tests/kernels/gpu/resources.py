@@ -35,6 +35,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 REPORT = re.compile(
     r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.DOTALL
 )
+# tiles of keys and of values that a loop keeps in shared memory
+BUFFERS = re.compile(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +60,15 @@ def compile_variant(variant: Variant, capability: int) -> dict[str, object]:
     source = ASTSource(variant.kernel, signature, variant.constants, attrs)
     compiled = triton.compile(source, target=target, options=variant.options)
     report = _assemble(compiled.asm["ptx"], capability)
-    shared = compiled.metadata.shared
-    return {"name": variant.name, "sm": capability, "shared_bytes": shared, **variant.options, **report}
+    buffers = [int(number) for number in BUFFERS.findall(compiled.asm["ttgir"])]
+    return {
+        "name": variant.name,
+        "sm": capability,
+        "shared_bytes": compiled.metadata.shared,
+        "buffers": min(buffers, default=0),
+        **variant.options,
+        **report,
+    }
 
 
 def _assemble(ptx: str, capability: int) -> dict[str, int]:

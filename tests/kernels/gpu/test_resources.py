@@ -8,14 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kernels.autotune import NUM_STAGES
+
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes of one program
 RESOURCES = Path(__file__).parent / "resources.py"
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_no_kernel_spills(tmp_path: Path) -> None:
-    """Every kernel should compile for both cards, without a byte of spilled registers, within shared memory. In a
-    process of its own: this one may have imported triton as an interpreter."""
+    """Every kernel should compile for both cards, without a byte of spilled registers, within shared memory, and
+    attention should load its next keys while it works. In a process of its own: this one may have imported triton as
+    an interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, str(RESOURCES)]
@@ -27,6 +30,8 @@ def test_no_kernel_spills(tmp_path: Path) -> None:
     for report in reports:
         assert 0 < report["registers"] <= 255, report
         assert report["shared_bytes"] <= SHARED_LIMIT[report["sm"]], report
+        if report.get("num_stages") == NUM_STAGES:
+            assert report["buffers"] >= 2, report
     for capability in SHARED_LIMIT:
         names = {report["name"].split()[0] for report in reports if report["sm"] == capability}
         assert {"attention", "combination", "norm", "add", "silu·mul", "rotary", "kv", "block", "draw"} <= names
