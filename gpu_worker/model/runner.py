@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from gpu_worker.engine.batch_plan import BatchPlan, DrawnToken, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.model.config import CheckpointConfig, read_config
+from gpu_worker.model.graphs import CardCapture, DecodeGraphs, graph_sizes
 from gpu_worker.model.inputs import StepCapacity, StepInputs
 from gpu_worker.model.kv_layout import KvCache, KvLayout
 from gpu_worker.model.kv_memory import KvNeed, KvSize, cpu_default_bytes, cuda_bytes, size_kv
@@ -18,7 +19,7 @@ from gpu_worker.model.llama import Llama, load_llama
 from gpu_worker.model.loader import Checkpoint, fingerprint
 from gpu_worker.model.qwen2 import load_qwen2
 from gpu_worker.sampling.sampler import Sampler
-from shared.config import WorkerConfig
+from shared.config import EngineConfig, WorkerConfig
 from shared.errors import ConfigError
 from shared.ids import RequestId
 from shared.logs import get_log
@@ -44,9 +45,9 @@ class TorchRunner:
     """A `ModelRunner` on torch. One thread uses it."""
 
     def __init__(self, model: Llama, cache: KvCache, *, inputs: StepInputs, sampler: Sampler, block_size: int,
-                 card: ModelCard) -> None:  # fmt: skip
+                 card: ModelCard, graphs: DecodeGraphs | None = None) -> None:  # fmt: skip
         self._model, self._cache, self._inputs, self._sampler = model, cache, inputs, sampler
-        self._block_size = block_size
+        self._block_size, self._graphs = block_size, graphs
         self.card = card
 
     @property
@@ -94,8 +95,10 @@ class TorchRunner:
 
     def compute_logits(self, plan: BatchPlan) -> torch.Tensor:
         """Write KV for all tokens of `plan`; raw logits [sampling chunks, model's vocabulary] float32."""
-        self._inputs.fill(plan)
         with torch.inference_mode():
+            if self._graphs is not None and (logits := self._graphs.compute_logits(plan)) is not None:
+                return logits
+            self._inputs.fill(plan)
             hidden = self._model.forward(self._inputs, self._cache)
             return self._model.logits(hidden[self._inputs.wanted_rows])
 
@@ -137,14 +140,29 @@ def load_runner(config: WorkerConfig) -> TorchRunner:
         dtype=dtype_name,
         device=device.type,
     )
+    cache, inputs = layout.allocate(size.num_blocks, device), StepInputs(_capacity(config, size.max_model_len), device)
     return TorchRunner(
         model,
-        layout.allocate(size.num_blocks, device),
-        inputs=StepInputs(_capacity(config, size.max_model_len), device),
+        cache,
+        inputs=inputs,
         sampler=Sampler(vocab_size=card.vocab_size, max_num_seqs=engine.max_num_seqs, device=device),
         block_size=engine.block_size,
         card=card,
+        graphs=None if device.type != "cuda" or engine.enforce_eager else _capture(model, cache, inputs, size, engine),
     )
+
+
+def _capture(model: Llama, cache: KvCache, inputs: StepInputs, size: KvSize, engine: EngineConfig) -> DecodeGraphs:
+    """The graphs of all decode steps that are not too large."""
+    with torch.inference_mode():
+        return DecodeGraphs(
+            lambda: model.logits(model.forward(inputs, cache)),
+            inputs,
+            graph_sizes(min(engine.max_num_seqs, engine.max_num_batched_tokens)),
+            max_context=size.max_model_len,
+            max_total_context=size.num_tokens,
+            capture=CardCapture(),
+        )
 
 
 def _device(wanted: str) -> torch.device:
