@@ -4,8 +4,8 @@ Why a table: trying out takes seconds a shape at the first request that has it, 
 picked differently would give other last bits for the same request. `quire bench gpu` times the kernels against
 their limit; whoever changes a line here runs it before and after and writes down the card.
 
-No card has run these yet. Each line was chosen from its resource report (docs/kernels.md): no spills, and room for at
-least two programs a multiprocessor where the kernel is bound by memory.
+No card has run these yet. Each line was chosen from its resource report (docs/kernels.md): no spills in bfloat16 and
+float16, and room for at least two programs a multiprocessor where the kernel is bound by memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def decode_tile(dtype: torch.dtype, head_size: int, group: int) -> AttentionTile
 
 def prompt_tile(dtype: torch.dtype, head_size: int, group: int, capability: int) -> AttentionTile:
     """For longer chunks: bound by arithmetic. sm_80 spills with 64 keys at head size 128, sm_90 (whose products read
-    both operands from shared memory) does not. float32 has no tensor cores to feed: small tiles that do not spill.
+    both operands from shared memory) does not. float32 has no tensor cores to feed: small tiles.
 
     Args:
         capability: the card's major compute capability.
