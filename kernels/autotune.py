@@ -21,9 +21,9 @@ from kernels.launch import MIN_DOT, power_of_2
 # splits of one 16k sequence with one KV head are work for half of a card, and the partial results that a split writes
 # and the combination reads are 8 · group bytes for every 1,024 bytes of keys and values (6 % at group 8).
 SPLIT_TOKENS = 256
-# Keys and values of two tiles are under way while one is worked on. Five stages, since a tile's block ids have to be
-# there before its keys can be asked for: with 3 or 4 stages triton 3.7.1 keeps one buffer of keys and asks for the next
-# tile only when this one is done (to see it: count the local_alloc of keys in the compiled kernel's ttgir).
+# Keys and values of the next tile are under way while one is worked on. Five stages, since a tile's block ids have to
+# be there before its keys can be asked for: with 3 or 4 stages triton 3.7.1 keeps one buffer of keys and asks for the
+# next tile only when this one is done (to see it: count the local_alloc of keys in the compiled kernel's ttgir).
 NUM_STAGES = 5
 COMBINED_SPLITS = 16  # taken at once by the combination, part of the numbers
 
