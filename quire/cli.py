@@ -46,7 +46,7 @@ def serve(arguments: list[str]) -> int:
 
 
 def bench(arguments: list[str]) -> int:
-    """Measure: a running server (`serve`), this machine (`table`), the engine (`step`, `growth`)."""
+    """Measure: a running server (`serve`), this machine (`table`), the engine (`step`, `growth`) or a GPU (`gpu`)."""
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         print("usage: quire bench COMMAND [options]\n")
@@ -84,6 +84,13 @@ def bench_growth(arguments: list[str]) -> int:
     return growth.main(arguments)
 
 
+def bench_gpu(arguments: list[str]) -> int:
+    """Time each kernel against what the card can do, and decode."""
+    from quire.bench import gpu
+
+    return gpu.main(arguments)
+
+
 def bench_model(arguments: list[str]) -> int:
     """Make a model with random weights: q05b|tiny FOLDER."""
     from quire.bench.random_model import SHAPES, write_random_model
@@ -103,6 +110,7 @@ BENCH_COMMANDS: dict[str, Command] = {
     "serve": bench_serve,
     "step": bench_step,
     "growth": bench_growth,
+    "gpu": bench_gpu,
     "model": bench_model,
 }
 

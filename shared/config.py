@@ -85,7 +85,7 @@ class EngineConfig:
                                  minimum=1)  # fmt: skip
     num_threads: int | None = setting(None, "compute threads; default: all cores, the launcher divides them", minimum=1)
     seed: int = setting(0, "unused by sampling (requests carry their own); kept for vLLM's command lines", minimum=0)
-    enforce_eager: bool = setting(False, "no CUDA graphs (there are none yet: accepted, no effect)")
+    enforce_eager: bool = setting(False, "no CUDA graphs for decode steps")
     enable_prefix_caching: bool = setting(False, "reuse KV of equal prompt prefixes (not available yet)")
 
 

@@ -12,15 +12,16 @@ from gpu_worker.engine.batch_plan import BatchPlan, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.model.config import CheckpointConfig, read_config
 from gpu_worker.model.cpu_kernels import load_cpu_decoder, open_pool
+from gpu_worker.model.graphs import CardCapture, DecodeGraphs, graph_sizes
 from gpu_worker.model.inputs import StepCapacity, StepInputs
-from gpu_worker.model.kv_layout import KvGroup, KvLayout
+from gpu_worker.model.kv_layout import KvCache, KvGroup, KvLayout
 from gpu_worker.model.kv_memory import KvNeed, KvSize, cpu_default_bytes, cuda_bytes, size_kv
 from gpu_worker.model.llama import Llama, load_llama
 from gpu_worker.model.loader import Checkpoint, fingerprint
 from gpu_worker.model.qwen2 import load_qwen2
 from gpu_worker.model.runner import Decoder, DecoderRunner, ModelCard
 from gpu_worker.sampling.sampler import Sampler
-from shared.config import WorkerConfig
+from shared.config import EngineConfig, WorkerConfig
 from shared.errors import ConfigError
 from shared.ids import RequestId
 from shared.logs import get_log
@@ -70,14 +71,32 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
         device=device.type,
         key_cost=_key_cost(checkpoint_config),
     )
+    cache, inputs = layout.allocate(size.num_blocks, device), StepInputs(_capacity(config, size.max_model_len), device)
     return DecoderRunner(
         model,
-        layout.allocate(size.num_blocks, device),
-        inputs=StepInputs(_capacity(config, size.max_model_len), device),
+        cache,
+        inputs=inputs,
         sampler=Sampler(vocab_size=card.vocab_size, max_num_seqs=engine.max_num_seqs, device=device),
-        block_size=engine.block_size,
         card=card,
+        graphs=_capture(model, cache, inputs, size, engine) if isinstance(model, Llama) else None,
     )
+
+
+def _capture(
+    model: Llama, cache: KvCache, inputs: StepInputs, size: KvSize, engine: EngineConfig
+) -> DecodeGraphs | None:
+    """The graphs of all decode steps that are not too large; None where there are no graphs or none are wanted."""
+    if cache.device.type != "cuda" or engine.enforce_eager:
+        return None
+    with torch.inference_mode():
+        return DecodeGraphs(
+            lambda: model.logits(model.forward(inputs, cache)),
+            inputs,
+            graph_sizes(min(engine.max_num_seqs, engine.max_num_batched_tokens)),
+            max_context=size.max_model_len,
+            max_total_context=size.num_tokens,
+            capture=CardCapture(),
+        )
 
 
 def _device(wanted: str) -> torch.device:

@@ -79,6 +79,10 @@ class KvCache:
     def num_blocks(self) -> int:
         return int(self._layers[0].shape[0])
 
+    @property
+    def device(self) -> torch.device:
+        return self._layers[0].device
+
     def blocks(self, layer: int) -> Tensor:
         """All of a layer, in the layout's order."""
         return self._layers[layer]

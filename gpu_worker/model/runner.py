@@ -9,6 +9,7 @@ import torch
 
 from gpu_worker.engine.batch_plan import BatchPlan, DrawnToken
 from gpu_worker.engine.sequence import Sequence
+from gpu_worker.model.graphs import DecodeGraphs
 from gpu_worker.model.inputs import StepInputs
 from gpu_worker.model.kv_layout import KvCache, KvGroup
 from gpu_worker.model.part_times import PartTimes
@@ -50,12 +51,16 @@ class Decoder(Protocol):
 
 
 class DecoderRunner:
-    """A `ModelRunner` over a decoder. One thread uses it."""
+    """A `ModelRunner` over a decoder. One thread uses it.
 
-    def __init__(self, model: Decoder, cache: KvCache, *, inputs: StepInputs, sampler: Sampler, block_size: int,
-                 card: ModelCard) -> None:  # fmt: skip
+    Args:
+        graphs: decode steps recorded for a GPU; None: none are.
+    """
+
+    def __init__(self, model: Decoder, cache: KvCache, *, inputs: StepInputs, sampler: Sampler, card: ModelCard,
+                 graphs: DecodeGraphs | None = None) -> None:  # fmt: skip
+        self._graphs = graphs
         self._model, self._cache, self._inputs, self._sampler = model, cache, inputs, sampler
-        self._block_size = block_size
         self._times = PartTimes()
         self.card = card
 
@@ -67,7 +72,7 @@ class DecoderRunner:
     @property
     def block_size(self) -> int:
         """Tokens in a block."""
-        return self._block_size
+        return self._inputs.capacity.block_size
 
     @property
     def key_cost(self) -> float:
@@ -105,7 +110,7 @@ class DecoderRunner:
             return []
         sequences = [chunk.sequence for chunk in plan.chunks if chunk.is_sampling]
         with torch.inference_mode():
-            if all(map(is_plainly_greedy, sequences)):
+            if self._graphs is None and all(map(is_plainly_greedy, sequences)):
                 return [DrawnToken(token_id) for token_id in self._compute_best(plan)]
             logits = self.compute_logits(plan)
             with self._times.part("sampling"):
@@ -113,6 +118,11 @@ class DecoderRunner:
 
     def compute_logits(self, plan: BatchPlan) -> torch.Tensor:
         """Write KV for all tokens of `plan`; raw logits [sampling chunks, model's vocabulary] float32."""
+        if self._graphs is not None:
+            with torch.inference_mode(), self._times.part("graph"):
+                logits = self._graphs.compute_logits(plan)
+            if logits is not None:
+                return logits
         with self._times.part("inputs"):
             self._inputs.fill(plan)
         with torch.inference_mode(), self._times.part("forward"):

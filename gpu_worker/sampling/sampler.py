@@ -92,7 +92,7 @@ class Sampler:
         logits[index] = changed
 
     def _choose(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
-        token_ids = logits.argmax(dim=-1)
+        token_ids = ops.greedy(logits)
         drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature >= GREEDY_TEMPERATURE]
         if drawn:
             index = torch.tensor(drawn, device=self._device)

@@ -25,7 +25,7 @@ from shared.errors import ConfigError
 from shared.flags import setting
 
 if TYPE_CHECKING:
-    from gpu_worker.model.runner import TorchRunner
+    from gpu_worker.model.runner import DecoderRunner
 
 BLOCK_SIZE = 16
 CONTEXT = 256
@@ -207,7 +207,7 @@ def _null_steps(num_blocks: int, num_waiting: int, sizes: Sizes) -> TimedSteps:
     return bench.step(sizes.null_steps, before_each=lambda: bench.add([next(coming)]))
 
 
-def _decode(runner: TorchRunner, count: int, length: int, sizes: Sizes) -> TimedSteps:
+def _decode(runner: DecoderRunner, count: int, length: int, sizes: Sizes) -> TimedSteps:
     """Steps in which each of `count` sequences of `length` tokens gets a token."""
     bench, _ = _prefill(runner, count, length, sizes)
     bench.step(NUM_WARM_UP)
@@ -216,7 +216,7 @@ def _decode(runner: TorchRunner, count: int, length: int, sizes: Sizes) -> Timed
     return times
 
 
-def _prefill(runner: TorchRunner, count: int, length: int, sizes: Sizes) -> tuple[Bench, TimedSteps]:
+def _prefill(runner: DecoderRunner, count: int, length: int, sizes: Sizes) -> tuple[Bench, TimedSteps]:
     """An engine with the prompts of `count` sequences computed, and the steps that this took."""
     bench = Bench(runner, max_model_len=runner.max_model_len, max_num_seqs=MAX_NUM_SEQS, budget=BUDGET)
     sequences = [
@@ -227,7 +227,7 @@ def _prefill(runner: TorchRunner, count: int, length: int, sizes: Sizes) -> tupl
     return bench, bench.step_until_drawn(sequences)
 
 
-def _load(settings: GrowthConfig, num_blocks: int) -> TorchRunner:
+def _load(settings: GrowthConfig, num_blocks: int) -> DecoderRunner:
     """The model with a cache of that many blocks."""
     from gpu_worker.model.assembly import load_runner
 
