@@ -52,7 +52,7 @@ def test_replayed_steps_equal_launched_ones(folder: Path) -> None:
     tokens: list[list[list[int]]] = []
     last_logits: list[Tensor] = []
     for has_graphs in (False, True):
-        runner = make_runner(folder, max_num_seqs=8)
+        runner = make_runner(folder, cpu_kernels="off", max_num_seqs=8)
         replayed = add_graphs(runner, [4, 8]) if has_graphs else []
         sequences = [make_sequence(list(range(3 + i, 9 + 2 * i))) for i in range(5)]
         give_blocks(sequences, runner.block_size, 40)
@@ -73,7 +73,7 @@ def test_replayed_steps_equal_launched_ones(folder: Path) -> None:
 
 def test_what_exceeds_the_bounds_is_launched(folder: Path) -> None:
     """More sequences than any size, or more keys than launches were sized for, should run without a graph."""
-    runner = make_runner(folder, max_num_seqs=8)
+    runner = make_runner(folder, cpu_kernels="off", max_num_seqs=8)
     sequences = [make_sequence(list(range(6))) for _ in range(3)]
     give_blocks(sequences, runner.block_size, 40)
     advance(runner, plan_step(sequences, 32))
@@ -87,7 +87,7 @@ def test_what_exceeds_the_bounds_is_launched(folder: Path) -> None:
 
 def test_capturing_writes_nothing_into_the_cache(folder: Path) -> None:
     """Graphs are captured with padding only, so a cache should be as it was."""
-    runner = make_runner(folder, max_num_seqs=8)
+    runner = make_runner(folder, cpu_kernels="off", max_num_seqs=8)
     add_graphs(runner, [1, 8])
     assert not bool(runner._cache.keys(0).any())
 
