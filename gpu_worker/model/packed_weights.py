@@ -140,7 +140,7 @@ class _Reading:
 
     def _weight(self, name: str) -> PackedWeight:
         dtype, in_features, out_features = self._shapes[name]
-        parts = {part: self._tensor(f"{name}.{part}") for part in ("panels", "scales", "sums")
+        parts = {part: self._tensor(f"{name}.{part}") for part in ("panels", "scales")
                  if f"{name}.{part}" in self._names}  # fmt: skip
         return PackedWeight(dtype=Dtype[dtype], in_features=in_features, out_features=out_features, **parts)
 

@@ -12,7 +12,8 @@
 static inline __m512i column(const char *panel, int64_t line, int64_t num_lines) {
     const __m512i at = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                                           _mm512_set1_epi32(LINE));
-    return _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), first_lanes(num_lines - line), at, panel + line * LINE, 1);
+    const __mmask16 lanes = first_lanes(num_lines - line);
+    return _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), lanes, at, panel + line * LINE, 1);
 }
 
 static inline void store(float *out, int64_t k, int64_t width, __m512 value) {
@@ -20,6 +21,7 @@ static inline void store(float *out, int64_t k, int64_t width, __m512 value) {
 }
 
 static inline __m512 from_int8(__m128i q) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(q)); }
+
 
 static void embed_f32(const char *panel, float *out, int64_t width) {
     for (int64_t k = 0; k < width; k += LANES) store(out, k, width, _mm512_castsi512_ps(column(panel, k, width)));
@@ -37,8 +39,9 @@ static void embed_bf16(const char *panel, float *out, int64_t width) {
 static void embed_int8(const char *panel, float *out, int64_t width, float scale) {
     const int64_t lines = ceil_div(width, 4);
     const __m512 scales = _mm512_set1_ps(scale);
+    const __m512i sign = _mm512_set1_epi8((char)INT8_ZERO_POINT);
     for (int64_t k = 0; k < width; k += 4 * LANES) {
-        const __m512i q = column(panel, k / 4, lines);
+        const __m512i q = _mm512_xor_si512(column(panel, k / 4, lines), sign); /* n − 128 */
         store(out, k, width, _mm512_mul_ps(from_int8(_mm512_castsi512_si128(q)), scales));
         store(out, k + LANES, width, _mm512_mul_ps(from_int8(_mm512_extracti32x4_epi32(q, 1)), scales));
         store(out, k + 2 * LANES, width, _mm512_mul_ps(from_int8(_mm512_extracti32x4_epi32(q, 2)), scales));

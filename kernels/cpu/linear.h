@@ -17,6 +17,11 @@ typedef struct linear_tile {
 void linear_finish(const linear_args *args, int64_t first_row, int64_t num_rows, int64_t first_panel,
                    int64_t num_panels, float sums[][MAX_TILE_PANELS][LANES]);
 
+/* Bring the outputs that linear_finish will write into the cache: it would wait for most of them, as weights have
+ * passed through it since. */
+void linear_prefetch_outputs(const linear_args *args, int64_t first_row, int64_t num_rows, int64_t first_panel,
+                             int64_t num_panels);
+
 /* Bytes of a panel of 16 outputs. */
 int64_t panel_bytes(const weight *weight);
 

@@ -29,11 +29,10 @@ class PackedWeight:
     out_features: int
     panels: Tensor
     scales: Tensor | None = None
-    sums: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors there are, by field."""
-        parts = {"panels": self.panels, "scales": self.scales, "sums": self.sums}
+        parts = {"panels": self.panels, "scales": self.scales}
         return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
     def moved(self, arena: Arena) -> PackedWeight:
@@ -42,7 +41,6 @@ class PackedWeight:
             self,
             panels=arena.copy(self.panels),
             scales=None if self.scales is None else arena.copy(self.scales),
-            sums=None if self.sums is None else arena.copy(self.sums),
         )
 
     @property
@@ -58,7 +56,6 @@ class PackedWeight:
             out_features=self.out_features,
             panels=address(self.panels),
             scales=address(self.scales),
-            sums=address(self.sums),
         )
 
 
@@ -114,7 +111,8 @@ def add_linear(
     """Append y = x · Wᵀ + bias.
 
     Args:
-        x: [rows, at least `in`]: float32 or bfloat16 as the weight, int8 with `x_scales` [rows] for INT8 and INT4.
+        x: [rows, at least `in`] float32 or bfloat16 as the weight; for INT8 and INT4 quantized rows (ops.h) and their
+            `x_scales` [rows].
         y: [rows, `out`] float32; SILU_MUL: [rows, out / 2] float32 or bfloat16.
         bias: [out] float32 or None; it is padded here.
         use_wanted: over the step's wanted rows instead of all.

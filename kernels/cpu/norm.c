@@ -42,8 +42,10 @@ static void norm_row(const norm_args *a, const float *x, int64_t row) {
     float *wide = a->out_dtype == F32 ? (float *)out : scratch(a->hidden * 4);
     normalize(a, x, wide);
     if (a->out_dtype == BF16) narrow_row(wide, (uint16_t *)out, a->hidden);
-    if (a->out_dtype == INT8) a->out_scales[row] = quantize_row(wide, (uint8_t *)out, a->hidden);
-    fill_padding(out, a->hidden * size, a->out_stride * size, a->out_dtype == INT8 ? 128 : 0);
+    if (a->out_dtype == INT8)
+        a->out_scales[row] = quantize_row(wide, (int8_t *)out, a->hidden);
+    else
+        clear_padding(out, a->hidden * size, a->out_stride * size);
 }
 
 static int64_t norm_num_rows(const norm_args *a, const step *step) {
@@ -75,9 +77,7 @@ static void quantize_run_tile(const void *args, const step *step, int64_t tile, 
             widen_row((const uint16_t *)a->in + i * a->in_stride, copy, a->width);
             wide = copy;
         }
-        uint8_t *out = a->out + i * a->out_stride;
-        a->out_scales[i] = quantize_row(wide, out, a->width);
-        fill_padding(out, a->width, a->out_stride, 128);
+        a->out_scales[i] = quantize_row(wide, a->out + i * a->out_stride, a->width);
     }
 }
 

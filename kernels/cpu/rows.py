@@ -8,10 +8,17 @@ from torch import Tensor
 from kernels.cpu.linear import PackedWeight
 from kernels.cpu.ops import ArgmaxArgs, Dtype, EmbedArgs, NormArgs, OpKind, QuantizeArgs
 from kernels.cpu.program import Program, address
+from kernels.quantized_linear import GROUP
 
 ARGMAX_TILE = 16384
 """Logits that one tile searches; as in ops.h."""
-_DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16, torch.uint8: Dtype.INT8}
+_LINE = 64
+_DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16, torch.int8: Dtype.INT8}
+
+
+def quantized_bytes(width: int) -> int:
+    """Bytes of a quantized row of `width` numbers: what its buffer's stride has to be at least (ops.h)."""
+    return -(-width // _LINE) * _LINE + -(-4 * (1 + -(-width // GROUP)) // _LINE) * _LINE
 
 
 def add_embed(program: Program, table: PackedWeight, out: Tensor) -> None:
@@ -33,7 +40,8 @@ def add_norm(
     Args:
         x: [rows, hidden] float32.
         scale: [hidden] float32.
-        out: [rows, at least hidden] float32, bfloat16, or uint8 (quantized, see ops.h) with `out_scales` [rows].
+        out: [rows, at least hidden] float32, bfloat16, or int8 quantized rows (`quantized_bytes`) with `out_scales`
+            [rows].
         eps: added to the mean square.
     """
     args = NormArgs(
@@ -55,7 +63,8 @@ def add_quantize(program: Program, x: Tensor, width: int, out: Tensor, out_scale
 
     Args:
         x: [rows, at least width] float32 or bfloat16.
-        out: [rows, at least width] uint8. out_scales: [rows] float32.
+        out: [rows, `quantized_bytes(width)`] int8.
+        out_scales: [rows] float32.
     """
     args = QuantizeArgs(
         in_=address(x),
