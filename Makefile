@@ -5,6 +5,8 @@ SHELL := /bin/bash
 
 MODEL ?=
 ARGS ?=
+PEER_URL ?=
+PEER_MODEL ?=
 PYTHON ?= python3
 TESTS ?= tests
 
@@ -21,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --log $(VENV)/pip.log in
 SHOW := sed -u -n -e 's/^ *\(Downloading .*[0-9] MB)\).*/  \1/p' -e 's/^\(Processing .*\)/  \1/p' \
 	-e 's/^Installing collected packages.*/  installing/p' -e '/^ *ERROR/p'
 
-.PHONY: help serve setup setup-local setup-dev test test-full test-slow lint type bench clean
+.PHONY: help serve setup setup-local setup-dev test test-full test-slow lint type bench bench-gpu clean
 
 help: ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -48,8 +50,11 @@ lint: setup-dev ## style; changes nothing
 type: setup-dev ## types
 	@$(BIN)/mypy
 
-bench: setup-local ## measure a server that runs: ARGS="--workload w1 w2 --base-url http://127.0.0.1:8000"
-	@$(BIN)/quire bench serve $(ARGS)
+bench: setup-local ## measure README's table (minutes): ARGS="--repeats 5"; PEER_URL=http://... [PEER_MODEL=...] beside it
+	@$(BIN)/quire bench table $(if $(PEER_URL),--peer-url '$(PEER_URL)') $(if $(PEER_MODEL),--peer-model '$(PEER_MODEL)') $(ARGS)
+
+bench-gpu: setup-local ## time each kernel on this machine's CUDA card, and decode; writes JSON: ARGS="--json FILE ..."
+	@$(BIN)/quire bench gpu $(ARGS)
 
 clean: ## remove .venv and caches of tools (models in ~/.cache/quire stay)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis quire.egg-info build

@@ -8,6 +8,7 @@ and while it is `MAX_STEPS_AHEAD` steps ahead of the commit in flight; it never 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -157,7 +158,7 @@ class EngineThread:
         withdrawn: list[Withdraw] = []
         for command in commands:
             self._apply(command, failures, withdrawn)
-        output = self._engine.step() if self._may_step() else StepOutput()
+        output = self._step() if self._may_step() else StepOutput()
         self._num_posted += bool(output.entries)
         failures += [_model_failure(request_id, attempt) for request_id, attempt in output.failed]
         self._post(
@@ -170,6 +171,12 @@ class EngineThread:
                 withdrawn=tuple(withdrawn),
             )
         )
+
+    def _step(self) -> StepOutput:
+        since = time.perf_counter()
+        output = self._engine.step()
+        self._engine.note_duration(time.perf_counter() - since)
+        return output
 
     def _apply(self, command: Command, failures: list[Failure], withdrawn: list[Withdraw]) -> None:
         match command:

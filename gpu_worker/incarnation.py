@@ -96,8 +96,8 @@ class Incarnation:
         self.ledger.take(round_)
         if round_.entries or round_.failures or round_.withdrawn:
             self.outbox_due.set()
-        if (before.num_running, before.num_waiting, len(before.held)) != (
-            round_.view.num_running, round_.view.num_waiting, len(round_.view.held),
+        if (before.num_running, before.num_waiting, before.num_held) != (
+            round_.view.num_running, round_.view.num_waiting, round_.view.num_held,
         ):  # fmt: skip
             self.report_due.set()
 

@@ -75,7 +75,7 @@ class Held:
         return all(c.num_logged == len(c.entries) for c in self.choices.values())
 
     def describe(self) -> HeldRequest:
-        """How a report shows it while the engine does not hold it: what it still waits for."""
+        """How a report shows it while none of its sequences runs: what it still waits for."""
         waiting = [c for c in self.choices.values() if not c.finish and self.exit is None]
         return HeldRequest(
             request_id=self.request_id, attempt=self.attempt, num_blocks=0, num_running=0, num_waiting=len(waiting),
@@ -179,10 +179,10 @@ class Ledger:
         return self.suspect is None or not self.suspect.is_suspect or not self.is_held(self.suspect)
 
     def describe(self, view: EngineView) -> tuple[HeldRequest, ...]:
-        """All that is held, for a report; the engine knows better of what it has."""
+        """All that is held, for a report; the engine knows better of what runs."""
         described = []
         for held in self._held.values():
-            shown = view.held.get(held.request_id)
+            shown = view.running.get(held.request_id)
             described.append(shown if shown is not None and shown.attempt == held.attempt else held.describe())
         return tuple(described)
 

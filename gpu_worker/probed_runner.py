@@ -16,6 +16,7 @@ class ProbedRunner:
         self._runner = runner
         self.num_blocks = runner.num_blocks
         self.block_size = runner.block_size
+        self.key_cost = runner.key_cost
 
     def run(self, plan: BatchPlan) -> list[DrawnToken]:
         if is_armed("worker.in_prefill"):

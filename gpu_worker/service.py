@@ -198,6 +198,7 @@ class WorkerService:
             max_model_len=self._model.max_model_len,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_step_s=limits.max_step_ms / 1000,
         )
 
     def _describe(self, worker_id: WorkerId) -> WorkerHello:

@@ -2,6 +2,7 @@
 
 Layouts: key, value [rows, kv_heads, head_size]; caches are views [num_blocks, block_size, kv_heads, head_size] with
 any strides; slot = block · block_size + offset. A row with slot −1 is padding and is not written.
+On CUDA the Triton kernel in `kernels/gpu/kv_write.py` runs, which never waits for the device.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from kernels.launch import uses_triton
 
 
 class WriteSlots:
@@ -49,7 +52,11 @@ def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         raise ValueError(f"key {list(key.shape)}, {num_slots} slots, cache {list(key_cache.shape)}")
     if key_cache.shape[1] != slots.block_size:
         raise ValueError(f"slots for blocks of {slots.block_size} tokens, cache {list(key_cache.shape)}")
-    kv_write_reference(key, value, key_cache, value_cache, slots)
+    if uses_triton(key):
+        from kernels.gpu.kv_write import kv_write_triton
+
+        return kv_write_triton(key, value, key_cache, value_cache, slots)
+    return kv_write_reference(key, value, key_cache, value_cache, slots)
 
 
 def kv_write_reference(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: WriteSlots) -> None:

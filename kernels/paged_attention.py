@@ -7,30 +7,52 @@ was cut. Queries are grouped over KV heads (GQA): query head h reads KV head h /
 Layouts: query and result [rows, heads, head_size], the chunks one after another; caches are views [num_blocks,
 block_size, kv_heads, head_size] with any strides; a block table row lists a sequence's blocks in token order.
 
-When which path runs (CPU):
+When which path runs:
 
-* float32: `_attend_in_tiles`. **A row's bits do not depend on its batch, its chunk or the block size**: keys are
+* CUDA: the Triton kernels in `kernels/gpu/paged_attention.py`; a row's result does not depend on its batch.
+* CPU, float32: `_attend_in_tiles`. **A row's bits do not depend on its batch, its chunk or the block size**: keys are
   taken in tiles of constant size from position 0, each tile's products have the same inner and outer sizes whatever
   the context, a tile that a row cannot see adds exact zeros (exp(−inf)), the order of tiles is fixed, and query rows
   are padded to a multiple of 8. That last number is measured (torch 2.13.0, MKL 2024.2, 1 and 2 threads): batched
   products with 1, 2, 3, 5, 6, 7 or 9 rows differ in their last bits from the same rows among others; multiples of 8
   up to 512 rows over 1 to 64 products are all equal, for head sizes 16, 64, 128.
-* other dtypes: torch's fused attention. All decode rows of similar context go in one call, with the query heads of a
-  KV head as its query rows: one query row a head is a trap (16 ms instead of 0.85 ms at 8 sequences of 1024).
+* CPU, other dtypes: torch's fused attention. All decode rows of similar context go in one call, with the query heads
+  of a KV head as its query rows: one query row a head is a trap (16 ms instead of 0.85 ms at 8 sequences of 1024).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.launch import uses_triton
+
 KEY_TILE = 128  # part of the numbers: changing it changes last bits
 _ROW_MULTIPLE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchExtent:
+    """What the host knows of a batch's sizes without asking the device; launches are sized by it. `min_rows` must not
+    be above, all others not below the truth, so that a captured graph may be replayed for smaller batches.
+
+    Attributes:
+        min_rows, max_rows: of one chunk. total_rows: of all chunks.
+        max_context, total_context: keys of one sequence, and of all.
+    """
+
+    min_rows: int
+    max_rows: int
+    total_rows: int
+    max_context: int
+    total_context: int
 
 
 class PagedBatch:
@@ -41,13 +63,45 @@ class PagedBatch:
         context_lens: [sequences] int32; keys of each sequence, its chunk's included (the chunk is the last of them).
         block_tables: [sequences, any] int32; entries past a sequence's last block are never read.
         block_size: tokens in a block.
+        extent: None: read from the tensors when a kernel wants it, which waits for the device.
+
+    Attributes:
+        launch_plans: what a launcher keeps for the other layers of the step.
     """
 
-    def __init__(self, query_starts: Tensor, context_lens: Tensor, block_tables: Tensor, block_size: int) -> None:
+    def __init__(
+        self,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        block_size: int,
+        extent: BatchExtent | None = None,
+    ) -> None:
         self.query_starts = query_starts
         self.context_lens = context_lens
         self.block_tables = block_tables
         self.block_size = block_size
+        self.launch_plans: dict[Hashable, Any] = {}
+        self._extent = extent
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.context_lens.shape[0])
+
+    @cached_property
+    def extent(self) -> BatchExtent:
+        """Bounds of the sizes, known on the host."""
+        if self._extent is not None:
+            return self._extent
+        lengths = [rows for _, rows, _ in self.chunks()]
+        contexts = [context for _, _, context in self.chunks()]
+        return BatchExtent(
+            min_rows=min(lengths, default=0),
+            max_rows=max(lengths, default=0),
+            total_rows=sum(lengths),
+            max_context=max(contexts, default=0),
+            total_context=sum(contexts),
+        )
 
     @cached_property
     def groups(self) -> list[_Group]:
@@ -97,6 +151,10 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch
     heads, kv_heads = query.shape[1], key_cache.shape[2]
     if heads % kv_heads or query.shape[2] != key_cache.shape[3] or key_cache.shape[1] != batch.block_size:
         raise ValueError(f"query {list(query.shape)} does not fit a cache of {list(key_cache.shape)}")
+    if uses_triton(query):
+        from kernels.gpu.paged_attention import paged_attention_triton
+
+        return paged_attention_triton(query, key_cache, value_cache, batch, scale)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     attend = _attend_in_tiles if query.dtype == torch.float32 else _attend_fused
     for group in batch.groups:

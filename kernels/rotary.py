@@ -2,7 +2,8 @@
 
 For a head vector (a, b) of two halves at position p: (a·cos − b·sin, b·cos + a·sin), with cos and sin taken from a
 table at p. Layouts: x [rows, heads, head_size], table [positions, head_size] = cos half, then sin half, float32. What
-a step takes from the table is the same in all of its layers: `take_turns` once, then `rotary` in each.
+a step takes from the table is the same in all of its layers: `take_turns` once, then `rotary` in each, on CUDA by the
+Triton kernel in `kernels/gpu/rotary.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kernels.launch import uses_triton
 
 
 def make_cos_sin(inverse_frequencies: Tensor, num_positions: int) -> Tensor:
@@ -41,7 +44,7 @@ def take_turns(cos_sin: Tensor, positions: Tensor) -> Turns:
 
 
 def rotary(x: Tensor, turns: Turns) -> None:
-    """Rotate `x` in place; the same bits as `rotary_reference`.
+    """Rotate `x` in place; on CPU the same bits as `rotary_reference`.
 
     Args:
         x: [rows, heads, head_size]; may be a view (queries and keys of a fused projection at once).
@@ -49,10 +52,15 @@ def rotary(x: Tensor, turns: Turns) -> None:
     """
     if x.dim() != 3 or (x.shape[0], 1, x.shape[2]) != turns.cos.shape:
         raise ValueError(f"x is {list(x.shape)}, its turns are {list(turns.cos.shape)}")
+    if uses_triton(x):
+        from kernels.gpu.rotary import rotary_triton
+
+        return rotary_triton(x, turns)
     wide = x.float()
     first, second = wide.chunk(2, dim=-1)
     swapped = torch.cat((second, first), dim=-1)
     x.copy_((wide * turns.cos).add_(swapped.mul_(turns.sin)))
+    return None
 
 
 def rotary_reference(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:

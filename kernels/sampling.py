@@ -10,6 +10,7 @@ Design note. Every op here treats rows one by one, so that a row's token does no
 * min_p, top_k and top_p all keep "the largest ones", so their result is one number a row, the smallest logit kept;
   equal logits are kept or dropped together, which makes the result independent of any sort order.
 * The draw walks the cumulative distribution in token order, in float64.
+* On CUDA greedy choice, random numbers and the draw are Triton kernels (`kernels/gpu/sampling.py`), the rest is torch.
 """
 
 from __future__ import annotations
@@ -19,10 +20,30 @@ import itertools
 import torch
 from torch import Tensor
 
+from kernels.launch import uses_triton
+
 PREFIX = 1024  # largest logits looked at first; a full sort of 150,000 costs 20 times as much and is rarely needed
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The id of the largest logit of each row, the lowest on a tie: [rows] int64.
+
+    Args:
+        logits: [rows, vocab] float32, any strides.
+    """
+    if uses_triton(logits):
+        from kernels.gpu.sampling import greedy_triton
+
+        return greedy_triton(logits)
+    return greedy_reference(logits)
+
+
+def greedy_reference(logits: Tensor) -> Tensor:
+    """The same by torch."""
+    return logits.argmax(dim=-1)
 
 
 def uniform(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
@@ -34,6 +55,15 @@ def uniform(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
         seeds: [rows] int64 (any bits).
         choices, positions: [rows] int64, 0 .. 2³² − 1.
     """
+    if uses_triton(seeds):
+        from kernels.gpu.sampling import uniform_triton
+
+        return uniform_triton(seeds, choices, positions)
+    return uniform_reference(seeds, choices, positions)
+
+
+def uniform_reference(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
+    """The same by torch."""
     zero = torch.zeros_like(positions)
     key = (seeds & _MASK, (seeds >> 32) & _MASK)
     high, low, _, _ = philox((positions & _MASK, choices & _MASK, zero, zero), key)
@@ -106,6 +136,10 @@ def draw(logits: Tensor, numbers: Tensor) -> Tensor:
         logits: [rows, vocab] float32; −inf for tokens that cannot be drawn; not all of a row.
         numbers: [rows] float64 in [0, 1 − 2⁻⁵²].
     """
+    if uses_triton(logits):
+        from kernels.gpu.sampling import draw_triton
+
+        return draw_triton(logits, numbers)
     cumulative = torch.softmax(logits, dim=-1).double().cumsum(-1)
     wanted = numbers[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, wanted, right=True).flatten().clamp_(max=logits.shape[1] - 1)

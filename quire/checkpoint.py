@@ -41,9 +41,9 @@ def resolve(model: str, cache_dir: Path, say: Callable[[str], None]) -> Path:
     raise ConfigError(f"--model={model}: there is no such folder")
 
 
-def cache_dir(config: ServeConfig) -> Path:
-    """Where converted models are kept."""
-    return Path(config.cache_dir).expanduser() if config.cache_dir else Path.home() / ".cache" / "quire"
+def cache_dir(chosen: str) -> Path:
+    """Where converted models are kept: `--cache-dir`, or the default."""
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "quire"
 
 
 def _check(folder: Path) -> None:
@@ -62,7 +62,9 @@ def _looks_like_hub_id(model: str) -> bool:
 def main(argv: list[str]) -> int:
     """`python -m quire.checkpoint [MODEL] [options of serve]`: prepare a model to be served. Raises `ConfigError`."""
     config = settings.load(ServeConfig, argv, program="python -m quire.checkpoint", description="Prepare a model.")
-    folder = resolve(config.model.model, cache_dir(config), lambda line: print(f"quire: {line}", flush=True))
+    folder = resolve(
+        config.model.model, cache_dir(config.engine.cache_dir), lambda line: print(f"quire: {line}", flush=True)
+    )
     print(f"quire: the model is in {folder}")
     return 0
 

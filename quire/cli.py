@@ -46,14 +46,21 @@ def serve(arguments: list[str]) -> int:
 
 
 def bench(arguments: list[str]) -> int:
-    """Measure a server (`serve`), or make a model to measure with (`model`)."""
+    """Measure: a running server (`serve`), this machine (`table`), the engine (`step`, `growth`) or a GPU (`gpu`)."""
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
-        print("usage: quire bench serve [options]        measure a running server\n"
-              "       quire bench model q05b|tiny FOLDER   make a model with random weights\n\n"
-              "`quire bench serve --help` shows its options.")  # fmt: skip
+        print("usage: quire bench COMMAND [options]\n")
+        print("\n".join(f"  {name:8}{command.__doc__}" for name, command in BENCH_COMMANDS.items()))
+        print("\n`quire bench COMMAND --help` shows its options.")
         return 0
     return _pick(BENCH_COMMANDS, name, "bench command")(arguments[1:])
+
+
+def bench_table(arguments: list[str]) -> int:
+    """Measure all of README's results table: limits of the machine, q05b and tiny, w1 to w4."""
+    from quire.bench import table
+
+    return table.main(arguments)
 
 
 def bench_serve(arguments: list[str]) -> int:
@@ -63,8 +70,29 @@ def bench_serve(arguments: list[str]) -> int:
     return measure.main(arguments)
 
 
+def bench_step(arguments: list[str]) -> int:
+    """Time one engine's steps, by part with --profile; no services."""
+    from quire.bench import step
+
+    return step.main(arguments)
+
+
+def bench_growth(arguments: list[str]) -> int:
+    """Show how a step's cost grows with batch, context, cache size and queue; no services."""
+    from quire.bench import growth
+
+    return growth.main(arguments)
+
+
+def bench_gpu(arguments: list[str]) -> int:
+    """Time each kernel against what the card can do, and decode."""
+    from quire.bench import gpu
+
+    return gpu.main(arguments)
+
+
 def bench_model(arguments: list[str]) -> int:
-    """Make a model with random weights."""
+    """Make a model with random weights: q05b|tiny FOLDER."""
     from quire.bench.random_model import SHAPES, write_random_model
 
     if len(arguments) != 2 or arguments[0] not in SHAPES:
@@ -77,7 +105,14 @@ def bench_model(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Command] = {"serve": serve, "bench": bench}
-BENCH_COMMANDS: dict[str, Command] = {"serve": bench_serve, "model": bench_model}
+BENCH_COMMANDS: dict[str, Command] = {
+    "table": bench_table,
+    "serve": bench_serve,
+    "step": bench_step,
+    "growth": bench_growth,
+    "gpu": bench_gpu,
+    "model": bench_model,
+}
 
 
 def _pick(commands: dict[str, Command], name: str, what: str) -> Command:

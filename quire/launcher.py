@@ -54,7 +54,7 @@ def serve(config: ServeConfig) -> int:
     """Serve until a stop signal: 0 then, also during the start; 1 or 2 when a service cannot start."""
     say(f"version {__version__}")
     ports = choose_ports(config.http.host, config.http.port, config.gateways)
-    folder = checkpoint.resolve(config.model.model, checkpoint.cache_dir(config), say)
+    folder = checkpoint.resolve(config.model.model, checkpoint.cache_dir(config.engine.cache_dir), say)
     names = config.model.served_model_name or (folder.name,)
     model = replace(config.model, model=str(folder), served_model_name=names)
     with Signals() as signals, contextlib.ExitStack() as cleanup:

@@ -71,15 +71,21 @@ class EngineConfig:
     """The workers."""
 
     device: str = setting("auto", "where to compute; auto: CUDA if there is one", choices=("auto", "cpu", "cuda"))
+    cpu_kernels: str = setting("auto", "compute on a CPU with the C kernels: auto (where compiler and processor allow "
+                               "it), on, or off (torch)", choices=("auto", "on", "off"))  # fmt: skip
+    cache_dir: str = setting("", "folder for converted models, packed weights and compiled kernels; default: "
+                             "~/.cache/quire")  # fmt: skip
     block_size: int = setting(16, "tokens in a KV block", minimum=1, maximum=256)
     kv_cache_memory_bytes: int | None = setting(
         None, "KV cache size; default on CPU: a quarter of free memory, at most 4 GiB", minimum=1)  # fmt: skip
     gpu_memory_utilization: float = setting(0.9, "share of GPU memory for weights and KV", minimum=0.05, maximum=1.0)
     max_num_seqs: int = setting(128, "most sequences in one step", minimum=1, maximum=4096)
     max_num_batched_tokens: int = setting(512, "most tokens in one step; prompts are cut to fit", minimum=1)
+    max_step_ms: float = setting(100.0, "a step beside running streams takes only what fits in this time of prompts",
+                                 minimum=1)  # fmt: skip
     num_threads: int | None = setting(None, "compute threads; default: all cores, the launcher divides them", minimum=1)
     seed: int = setting(0, "unused by sampling (requests carry their own); kept for vLLM's command lines", minimum=0)
-    enforce_eager: bool = setting(False, "no CUDA graphs (there are none yet: accepted, no effect)")
+    enforce_eager: bool = setting(False, "no CUDA graphs for decode steps")
     enable_prefix_caching: bool = setting(False, "reuse KV of equal prompt prefixes (not available yet)")
 
 
@@ -122,7 +128,6 @@ class ServeConfig:
 
     workers: int = setting(1, "workers to start", minimum=1, maximum=64)
     gateways: int = setting(1, "gateways to start, on ports P, P+1, ...", minimum=1, maximum=64)
-    cache_dir: str = setting("", "folder for converted models; default: ~/.cache/quire")
     data_dir: str = setting("", "folder for the private Redis' data, kept; default: a new one, removed at exit")
     state_file: str = setting("", "write process ids, ports and the Redis address here as JSON", is_hidden=True)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -14,6 +15,9 @@ from quire.embedded_redis import EmbeddedRedis
 from shared import failpoints, keys
 from shared.bus import Bus, BusLimits
 from shared.memory_bus import MemoryBus
+
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: its kernels run on CPU tensors
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -35,6 +35,7 @@ class ScriptedRunner:
     max_model_len = 256
     dtype = "float32"
     device = "cpu"
+    key_cost = 0.0
 
     def __init__(
         self, num_blocks: int = 64, block_size: int = 16, *, poison: int | None = None, is_gated: bool = False

@@ -22,7 +22,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "redis": ("shared/redis_",),
     "aiohttp": ("gateway/", "quire/bench/"),
-    "torch": ("gpu_worker/", "kernels/", "quire/bench/random_model.py", "quire/smollm2.py"),
+    "torch": ("gpu_worker/", "kernels/", "quire/bench/random_model.py", "quire/bench/gpu", "quire/smollm2.py"),
     "pickle": (),
     "transformers": (),
 }

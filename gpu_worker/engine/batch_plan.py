@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Protocol
 
 from gpu_worker.engine.block_pool import BlockPool
 from gpu_worker.engine.sequence import Sequence, SequenceStatus
+from gpu_worker.engine.step_cost import StepCost
 from shared.log import Logprobs
 
 
@@ -56,6 +58,11 @@ class ModelRunner(Protocol):
         """Tokens in a block."""
         ...
 
+    @property
+    def key_cost(self) -> float:
+        """What one key that a query sees costs, where a token costs 1 beside its keys."""
+        ...
+
     def run(self, plan: BatchPlan) -> list[DrawnToken]:
         """Write KV for all tokens of the plan, and draw one token for each sampling chunk, in plan order.
 
@@ -69,11 +76,16 @@ class ModelRunner(Protocol):
         ...
 
 
+MIN_PROMPT_UNITS = 16.0
+"""Prompts move on by this much in each step, however long the sequences that decode take by themselves."""
+
+
 class BatchPlanner:
     """Decides who runs and what each step computes; owns the queues of sequences and their blocks.
 
     * Order is (rank, choice) everywhere. All that decode come first, one token each, then prompts (or what an evicted
-      sequence must compute again) cut to what is left of `max_num_batched_tokens`.
+      sequence must compute again) cut to what is left of `max_num_batched_tokens`, and, where some decode, to what fits
+      into `max_step_s`: nobody's stream stalls for the length of a prompt.
     * A sequence is admitted with blocks for all of its known tokens, so only a drawn token can need another one. When
       none is free then, the last running sequence, perhaps the asking one, is *evicted*: it gives its blocks back,
       waits in its place and computes its tokens again later. The first one thus always moves on.
@@ -81,8 +93,11 @@ class BatchPlanner:
       else the newcomer would be the next one evicted, again and again.
     * A sequence that `is_alone` is planned alone, whatever it takes to make room; the others pause.
 
+    A plan looks at the front of the waiting queue only: its cost does not grow with the queue or with the pool.
+
     Args:
         forget: called with each sequence that stops running, to free what the model keeps for it.
+        cost: what steps have cost so far.
     """
 
     def __init__(
@@ -91,19 +106,26 @@ class BatchPlanner:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_step_s: float,
+        cost: StepCost,
         forget: Callable[[Sequence], None],
     ) -> None:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_evictions = 0
+        self._alone: set[Sequence] = set()
         self._pool = pool
         self._forget = forget
         self._budget = max_num_batched_tokens
+        self._max_step_s = max_step_s
+        self._cost = cost
         # Not more runners than tokens in a step: every plan then serves all that decode and the first prompt.
         self._max_running = min(max_num_seqs, max_num_batched_tokens)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has no blocks."""
+        if sequence.is_alone:
+            self._alone.add(sequence)
         insort(self.waiting, sequence, key=_order)
 
     def remove(self, sequence: Sequence) -> None:
@@ -112,7 +134,13 @@ class BatchPlanner:
             self._vacate(sequence)
         else:
             self.waiting.remove(sequence)
+        self._alone.discard(sequence)
         sequence.status = SequenceStatus.ENDED
+
+    def unite(self, sequence: Sequence) -> None:
+        """Let a sequence be planned with others again."""
+        sequence.is_alone = False
+        self._alone.discard(sequence)
 
     def evict(self, sequence: Sequence) -> None:
         """Take a running sequence's blocks; it waits in its place to compute its tokens again."""
@@ -124,7 +152,8 @@ class BatchPlanner:
 
     def plan(self) -> BatchPlan:
         """The next step; empty only when there is no sequence. Evicts and admits."""
-        alone = next((s for s in chain(self.running, self.waiting) if s.is_alone), None)
+        # The first of those that run, else the first that waits.
+        alone = min(self._alone, key=lambda s: (s.status is SequenceStatus.WAITING, _order(s)), default=None)
         if alone is not None:
             self._make_room(alone)
             return BatchPlan((_cut(alone, self._budget),))
@@ -141,6 +170,7 @@ class BatchPlanner:
             assert queue == sorted(queue, key=_order)
         assert all(len(s.block_ids) * self._pool.block_size >= s.num_computed for s in self.running)
         assert not any(s.block_ids or s.num_computed for s in self.waiting)
+        assert self._alone == {s for s in chain(self.running, self.waiting) if s.is_alone}
 
     def _grow(self, sequence: Sequence) -> None:
         """Give a running sequence the block that its last token needs, or evict it."""
@@ -153,16 +183,29 @@ class BatchPlanner:
         sequence.block_ids += self._pool.allocate(missing)
 
     def _fill(self) -> Iterator[PlannedChunk]:
-        """Chunks until the token budget is used up."""
+        """Chunks until the token budget or the step's time is used up."""
         budget = self._budget
         decoding = [s for s in self.running if s.num_uncomputed == 1]
+        for sequence in decoding:
+            yield _cut(sequence, 1)
+        budget -= len(decoding)
+        units = self._prompt_units(decoding)
         prompts = [s for s in self.running if s.num_uncomputed > 1]
-        for sequence in chain(decoding, prompts, self._admissions()):
-            chunk = _cut(sequence, budget)
+        for sequence in chain(prompts, self._admissions()) if budget else ():
+            most = min(budget, max(1, self._cost.longest(sequence.num_computed, units)))
+            chunk = _cut(sequence, most)
             yield chunk
             budget -= chunk.length
-            if budget == 0:
+            units -= self._cost.units(chunk.start, chunk.length)
+            if budget == 0 or units < 1.0:
                 return
+
+    def _prompt_units(self, decoding: list[Sequence]) -> float:
+        """How much of prompts a step beside `decoding` may compute."""
+        if not decoding:
+            return math.inf
+        spent = sum(self._cost.units(s.num_computed, 1) for s in decoding)
+        return max(MIN_PROMPT_UNITS, self._cost.units_within(self._max_step_s) - spent)
 
     def _admissions(self) -> Iterator[Sequence]:
         """Admit waiting sequences, each only when it is asked for."""

@@ -12,12 +12,14 @@ lost device): `EngineBroken` leaves `step`, the process should die and its reque
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gpu_worker.engine.batch_plan import BatchPlan, BatchPlanner, DrawnToken, ModelRunner
 from gpu_worker.engine.block_pool import BlockPool
 from gpu_worker.engine.sequence import Sequence, SequenceStatus
+from gpu_worker.engine.step_cost import StepCost
 from gpu_worker.engine.stopping import finish_reason, max_known
 from shared.errors import InvalidRequest, QuireError
 from shared.ids import RequestId
@@ -56,7 +58,8 @@ class StepOutput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
     """A snapshot for reports. Counters rise for the life of the engine; the prompt of a sequence counts once, with its
-    first token."""
+    first token. `running` describes those of the `num_held` requests of which a sequence runs; the others hold no block
+    and do not change, so whoever handed them in can describe them, and a view need not look at a long queue."""
 
     num_blocks: int
     free_blocks: int
@@ -67,7 +70,8 @@ class EngineView:
     num_preemptions: int
     num_prompt_tokens: int
     num_generation_tokens: int
-    held: dict[RequestId, HeldRequest] = field(default_factory=dict)
+    num_held: int
+    running: dict[RequestId, HeldRequest] = field(default_factory=dict)
 
 
 class Engine:
@@ -77,16 +81,27 @@ class Engine:
         max_model_len: most tokens a sequence may come to, prompt and output.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step.
+        max_step_s: a step in which some decode takes no more of prompts than fits into this time.
     """
 
     def __init__(
-        self, runner: ModelRunner, *, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        runner: ModelRunner,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_step_s: float = math.inf,
     ) -> None:
         self._runner = runner
         self._max_model_len = max_model_len
         self._pool = BlockPool(runner.num_blocks, runner.block_size)
+        self._cost = StepCost(runner.key_cost)
+        self._last_units = 0.0
         self._planner = BatchPlanner(
             self._pool,
+            max_step_s=max_step_s,
+            cost=self._cost,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             forget=runner.forget,
@@ -153,6 +168,7 @@ class Engine:
             EngineBroken: see the module.
         """
         plan = self._planner.plan()
+        self._last_units = 0.0
         self._num_steps += 1
         try:
             drawn = self._runner.run(plan)
@@ -160,8 +176,13 @@ class Engine:
             return self._survive(plan, error)
         return self._keep(plan, drawn)
 
+    def note_duration(self, seconds: float) -> None:
+        """The last step took this long."""
+        self._cost.observe(self._last_units, seconds)
+
     def view(self) -> EngineView:
-        """What the engine holds now, O(sequences)."""
+        """What the engine holds now, O(running sequences)."""
+        running = dict.fromkeys(sequence.request_id for sequence in self._planner.running)
         return EngineView(
             num_blocks=self._pool.num_blocks,
             free_blocks=self._pool.num_free,
@@ -172,7 +193,8 @@ class Engine:
             num_preemptions=self.num_evictions + self._num_preempted,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
-            held={request_id: _describe(sequences) for request_id, sequences in self._held.items()},
+            num_held=len(self._held),
+            running={request_id: _describe(self._held[request_id]) for request_id in running},
         )
 
     def check_integrity(self) -> None:
@@ -186,6 +208,7 @@ class Engine:
         """Count the plan's tokens as computed and append what was drawn."""
         for chunk in plan.chunks:
             chunk.sequence.num_computed += chunk.length
+            self._last_units += self._cost.units(chunk.start, chunk.length)
         self._num_failures_in_a_row = 0
         sampling = (chunk.sequence for chunk in plan.chunks if chunk.is_sampling)
         return StepOutput(tuple(self._append(sequence, token) for sequence, token in zip(sampling, drawn, strict=True)))
@@ -207,7 +230,7 @@ class Engine:
     def _unite(self, request_id: RequestId) -> None:
         """The request has gained a token: it may step with others again."""
         for sequence in self._held[request_id]:
-            sequence.is_alone = False
+            self._planner.unite(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
         self._planner.remove(sequence)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.engine.batch_plan import BatchPlan, PlannedChunk
-from kernels.paged_attention import PagedBatch
+from kernels.paged_attention import BatchExtent, PagedBatch
 
 PADDING_SLOT = -1
 
@@ -29,6 +29,15 @@ class StepCapacity:
     block_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Makes a step of `num_sequences` one-row sequences out of a smaller one, for a captured graph. The sequences that
+    are added have a row of their own, but no query row and no key; `extent` bounds every step of that size."""
+
+    num_sequences: int
+    extent: BatchExtent
+
+
 class _Buffer:
     """One array on the host and, for another device, its copy there."""
 
@@ -38,10 +47,17 @@ class _Buffer:
         self._device = torch.zeros(shape, dtype=dtype, device=device) if is_remote else self._host
         self.array: npt.NDArray[np.int64] = self._host.numpy()
 
-    def put(self, values: npt.NDArray[np.int64] | list[int]) -> Tensor:
-        """`values`, written to the front of the array, on the device."""
+    @property
+    def tensor(self) -> Tensor:
+        """All of it, on the device."""
+        return self._device
+
+    def put(self, values: npt.NDArray[np.int64] | list[int], *, padding: int = 0, filler: int = 0) -> Tensor:
+        """`values` and `padding` times `filler`, written to the front of the array, on the device."""
+        end = len(values) + padding
         self.array[: len(values)] = values
-        return self.send(len(values))
+        self.array[len(values) : end] = filler
+        return self.send(end)
 
     def send(self, count: int) -> Tensor:
         """The first `count` entries on the device. Waits for the copy: the next step writes over its source, and a
@@ -57,12 +73,14 @@ class StepInputs:
     Attributes after `fill`:
         token_ids, positions, slots: [rows] int64; slot −1: padding.
         batch: query starts, context lengths and block tables of the chunks.
-        wanted_rows: [sampling chunks] int64, rows whose logits are wanted, in plan order.
+        capacity: as given. wanted_rows: [sampling chunks] int64, rows whose logits are wanted, in plan order.
+
+    With padding there are rows and sequences behind the plan's.
     """
 
     def __init__(self, capacity: StepCapacity, device: torch.device) -> None:
         tokens, sequences = capacity.max_tokens, capacity.max_sequences
-        self._capacity = capacity
+        self.capacity = capacity
         self._token_ids = _Buffer((tokens,), torch.int64, device)
         self._positions = _Buffer((tokens,), torch.int64, device)
         self._slots = _Buffer((tokens,), torch.int64, device)
@@ -71,30 +89,51 @@ class StepInputs:
         self._context_lens = _Buffer((sequences,), torch.int32, device)
         self._block_tables = _Buffer((sequences, capacity.max_blocks), torch.int32, device)
 
-    def fill(self, plan: BatchPlan) -> None:
-        """Take over `plan`. A plan beyond the capacity is an error of ours."""
-        assert plan.num_tokens <= self._capacity.max_tokens, "more tokens than max_num_batched_tokens"
-        assert len(plan.chunks) <= self._capacity.max_sequences, "more sequences than max_num_seqs"
-        chunks, block_size = plan.chunks, self._capacity.block_size
+    @property
+    def whole(self) -> dict[str, Tensor]:
+        """The buffers in full, by name: where they lie never changes."""
+        names = ("token_ids", "positions", "slots", "wanted_rows", "query_starts", "context_lens", "block_tables")
+        return {name: getattr(self, f"_{name}").tensor for name in names}
+
+    def fill(self, plan: BatchPlan, padding: Padding | None = None) -> None:
+        """Take over `plan`, which with `padding` holds one-row chunks only. A plan beyond the capacity is an error of
+        ours."""
+        assert plan.num_tokens <= self.capacity.max_tokens, "more tokens than max_num_batched_tokens"
+        assert len(plan.chunks) <= self.capacity.max_sequences, "more sequences than max_num_seqs"
+        chunks, block_size = plan.chunks, self.capacity.block_size
         for table, chunk in zip(self._block_tables.array, chunks, strict=False):
             _fill_table(table, chunk, block_size)
-        lengths = np.array([chunk.length for chunk in chunks])
-        context_lens = np.array([chunk.start for chunk in chunks]) + lengths
+        lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
+        context_lens = np.array([chunk.start for chunk in chunks], dtype=np.int64) + lengths
         end_rows = lengths.cumsum()
         num_rows = plan.num_tokens
+        added = 0 if padding is None else padding.num_sequences - num_rows
         positions = np.arange(num_rows) + np.repeat(context_lens - end_rows, lengths)
         blocks = self._block_tables.array[np.repeat(np.arange(len(chunks)), lengths), positions // block_size]
-        self.token_ids = self._token_ids.put([token_id for chunk in chunks for token_id in _known_tokens(chunk)])
-        self.positions = self._positions.put(positions)
-        self.slots = self._slots.put(blocks.astype(np.int64) * block_size + positions % block_size)
+        token_ids = [token_id for chunk in chunks for token_id in _known_tokens(chunk)]
+        slots = blocks.astype(np.int64) * block_size + positions % block_size
+        self.token_ids = self._token_ids.put(token_ids, padding=added)
+        self.positions = self._positions.put(positions, padding=added)
+        self.slots = self._slots.put(slots, padding=added, filler=PADDING_SLOT)
         self.wanted_rows = self._wanted_rows.put(end_rows[[chunk.is_sampling for chunk in chunks]] - 1)
         self._slots.array[num_rows:] = PADDING_SLOT
         self.batch = PagedBatch(
-            self._query_starts.put([0, *end_rows]),
-            self._context_lens.put(context_lens),
-            self._block_tables.send(len(chunks)),
+            self._query_starts.put([0, *end_rows], padding=added, filler=num_rows),
+            self._context_lens.put(context_lens, padding=added),
+            self._block_tables.send(len(chunks) + added),
             block_size,
+            _extent(lengths, context_lens) if padding is None else padding.extent,
         )
+
+
+def _extent(lengths: npt.NDArray[np.int64], context_lens: npt.NDArray[np.int64]) -> BatchExtent:
+    return BatchExtent(
+        min_rows=int(lengths.min()),
+        max_rows=int(lengths.max()),
+        total_rows=int(lengths.sum()),
+        max_context=int(context_lens.max()),
+        total_context=int(context_lens.sum()),
+    )
 
 
 def _known_tokens(chunk: PlannedChunk) -> list[int]:

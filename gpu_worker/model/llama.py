@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,6 +13,7 @@ from gpu_worker.model.inputs import StepInputs
 from gpu_worker.model.kv_layout import KvCache, KvGroup
 from gpu_worker.model.layers import Attention, GatedMlp, Linear, RmsNorm, StepContext, rotary_table
 from gpu_worker.model.loader import Checkpoint
+from gpu_worker.model.weights import LayerWeights, read_layer, read_outer
 from kernels.kv_write import WriteSlots
 from kernels.rotary import take_turns
 
@@ -62,6 +65,19 @@ class Llama:
         assert x is not None, "a decoder has layers"
         return self._norm.add(x, residual)
 
+    def compute_logits(self, inputs: StepInputs, cache: KvCache) -> Tensor:
+        """Raw logits [wanted rows, vocab] float32; writes the step's keys and values into `cache`."""
+        return self.logits(self.forward(inputs, cache)[inputs.wanted_rows])
+
+    def compute_best(self, inputs: StepInputs, cache: KvCache, vocab_size: int) -> list[int]:
+        """The likeliest of the first `vocab_size` ids for each wanted row, the lowest on a tie; writes KV as well."""
+        best: list[int] = self.compute_logits(inputs, cache)[:, :vocab_size].argmax(dim=-1).tolist()
+        return best
+
+    def profile(self) -> dict[str, float]:
+        """Nothing: torch's ops are not timed."""
+        return {}
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → [rows, vocab] float32."""
         return self._head(hidden).float()
@@ -69,41 +85,36 @@ class Llama:
 
 def load_llama(config: CheckpointConfig, checkpoint: Checkpoint, max_model_len: int, device: torch.device) -> Llama:
     """The model of `config` with its weights from `checkpoint`."""
-    vocab = (config.vocab_size, config.hidden_size)
-    embedding = checkpoint.take("model.embed_tokens.weight", vocab)
-    layers = [_load_layer(config, checkpoint, layer) for layer in range(config.num_layers)]
-    norm = RmsNorm(checkpoint.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
-    head = Linear(embedding if config.is_tied else checkpoint.take("lm_head.weight", vocab))
-    cos_sin = rotary_table(config, max_model_len, device)
-    return Llama(embedding, layers, norm=norm, head=head, cos_sin=cos_sin)
+    outer = read_outer(config, checkpoint)
+    layers = [_make_layer(config, read_layer(config, checkpoint, layer), layer) for layer in range(config.num_layers)]
+    return Llama(
+        outer.embedding,
+        layers,
+        norm=RmsNorm(outer.norm, config.rms_norm_eps),
+        head=Linear(outer.head),
+        cos_sin=rotary_table(config, max_model_len, device),
+    )
 
 
-def _load_layer(config: CheckpointConfig, checkpoint: Checkpoint, layer: int) -> DecoderLayer:
-    name, hidden, ffn = f"model.layers.{layer}.", config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-
-    def norm(which: str) -> RmsNorm:
-        return RmsNorm(checkpoint.take(name + which + ".weight", (hidden,)), config.rms_norm_eps)
-
-    def projection(parts: dict[str, int], in_features: int, has_bias: bool) -> Linear:
-        sizes = list(parts.values())
-        weight = checkpoint.take_joined([name + p + ".weight" for p in parts], [(s, in_features) for s in sizes])
-        if not has_bias:
-            return Linear(weight)
-        return Linear(weight, checkpoint.take_joined([name + p + ".bias" for p in parts], [(s,) for s in sizes]))
-
+def _make_layer(config: CheckpointConfig, weights: LayerWeights, layer: int) -> DecoderLayer:
+    gate_up = Linear(_join(weights.gate.weight, weights.up.weight), _join(weights.gate.bias, weights.up.bias))
     attention = Attention(
         config,
         layer,
-        qkv=projection(
-            {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size},
-            hidden,
-            config.has_qkv_bias,
-        ),
-        output=projection({"self_attn.o_proj": hidden}, q_size, config.has_output_bias),
+        qkv=Linear(weights.qkv.weight, weights.qkv.bias),
+        output=Linear(weights.output.weight, weights.output.bias),
     )
-    mlp = GatedMlp(
-        projection({"mlp.gate_proj": ffn, "mlp.up_proj": ffn}, hidden, config.has_mlp_bias),
-        projection({"mlp.down_proj": hidden}, ffn, config.has_mlp_bias),
+    return DecoderLayer(
+        attention,
+        GatedMlp(gate_up, Linear(weights.down.weight, weights.down.bias)),
+        input_norm=RmsNorm(weights.input_norm, config.rms_norm_eps),
+        mlp_norm=RmsNorm(weights.mlp_norm, config.rms_norm_eps),
     )
-    return DecoderLayer(attention, mlp, input_norm=norm("input_layernorm"), mlp_norm=norm("post_attention_layernorm"))
+
+
+@overload
+def _join(first: Tensor, second: Tensor) -> Tensor: ...
+@overload
+def _join(first: Tensor | None, second: Tensor | None) -> Tensor | None: ...
+def _join(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    return None if first is None or second is None else torch.cat((first, second))

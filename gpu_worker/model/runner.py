@@ -3,50 +3,65 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Protocol
 
 import torch
-from tokenizers import Tokenizer
 
-from gpu_worker.engine.batch_plan import BatchPlan, DrawnToken, PlannedChunk
+from gpu_worker.engine.batch_plan import BatchPlan, DrawnToken
 from gpu_worker.engine.sequence import Sequence
-from gpu_worker.model.config import CheckpointConfig, read_config
-from gpu_worker.model.inputs import StepCapacity, StepInputs
-from gpu_worker.model.kv_layout import KvCache, KvLayout
-from gpu_worker.model.kv_memory import KvNeed, KvSize, cpu_default_bytes, cuda_bytes, size_kv
-from gpu_worker.model.llama import Llama, load_llama
-from gpu_worker.model.loader import Checkpoint, fingerprint
-from gpu_worker.model.qwen2 import load_qwen2
-from gpu_worker.sampling.sampler import Sampler
-from shared.config import WorkerConfig
-from shared.errors import ConfigError
-from shared.ids import RequestId
-from shared.logs import get_log
-from shared.messages import SamplingParams
-
-_log = get_log("runner")
-
-LOADERS = {"LlamaForCausalLM": load_llama, "Qwen2ForCausalLM": load_qwen2}
+from gpu_worker.model.graphs import DecodeGraphs
+from gpu_worker.model.inputs import StepInputs
+from gpu_worker.model.kv_layout import KvCache, KvGroup
+from gpu_worker.model.part_times import PartTimes
+from gpu_worker.sampling.sampler import Sampler, is_plainly_greedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """What a worker tells others about its model. `vocab_size` counts ids that have a token."""
+    """What a worker tells others about its model. `vocab_size` counts ids that have a token; `key_cost` is the
+    arithmetic of one (query, key) pair as a share of a token's in the linears."""
 
     fingerprint: str
     vocab_size: int
     max_model_len: int
     dtype: str
     device: str
+    key_cost: float
 
 
-class TorchRunner:
-    """A `ModelRunner` on torch. One thread uses it."""
+class Decoder(Protocol):
+    """A way of computing the model: torch's ops (`llama.py`) or the CPU kernels (`cpu_decoder.py`)."""
 
-    def __init__(self, model: Llama, cache: KvCache, *, inputs: StepInputs, sampler: Sampler, block_size: int,
-                 card: ModelCard) -> None:  # fmt: skip
+    @property
+    def kv_groups(self) -> tuple[KvGroup, ...]:
+        """Layers that share a block table."""
+        ...
+
+    def compute_logits(self, inputs: StepInputs, cache: KvCache) -> torch.Tensor:
+        """Raw logits [wanted rows, vocab] float32; writes the step's KV into `cache`."""
+        ...
+
+    def compute_best(self, inputs: StepInputs, cache: KvCache, vocab_size: int) -> list[int]:
+        """The likeliest of the first `vocab_size` ids for each wanted row, the lowest on a tie; writes KV as well."""
+        ...
+
+    def profile(self) -> dict[str, float]:
+        """Seconds by kind of op since the decoder was made; empty where they can't be told apart."""
+        ...
+
+
+class DecoderRunner:
+    """A `ModelRunner` over a decoder. One thread uses it.
+
+    Args:
+        graphs: decode steps recorded for a GPU; None: none are.
+    """
+
+    def __init__(self, model: Decoder, cache: KvCache, *, inputs: StepInputs, sampler: Sampler, card: ModelCard,
+                 graphs: DecodeGraphs | None = None) -> None:  # fmt: skip
+        self._graphs = graphs
         self._model, self._cache, self._inputs, self._sampler = model, cache, inputs, sampler
-        self._block_size = block_size
+        self._times = PartTimes()
         self.card = card
 
     @property
@@ -57,7 +72,12 @@ class TorchRunner:
     @property
     def block_size(self) -> int:
         """Tokens in a block."""
-        return self._block_size
+        return self._inputs.capacity.block_size
+
+    @property
+    def key_cost(self) -> float:
+        """What one key that a query sees costs, where a token costs 1 beside its keys."""
+        return self.card.key_cost
 
     @property
     def fingerprint(self) -> str:
@@ -88,151 +108,40 @@ class TorchRunner:
         """Write KV for all tokens of `plan` and draw one token for each sampling chunk, in plan order."""
         if not plan.chunks:
             return []
+        sequences = [chunk.sequence for chunk in plan.chunks if chunk.is_sampling]
         with torch.inference_mode():
+            if self._graphs is None and all(map(is_plainly_greedy, sequences)):
+                return [DrawnToken(token_id) for token_id in self._compute_best(plan)]
             logits = self.compute_logits(plan)
-            return self._sampler.draw(logits, [chunk.sequence for chunk in plan.chunks if chunk.is_sampling])
+            with self._times.part("sampling"):
+                return self._sampler.draw(logits, sequences)
 
     def compute_logits(self, plan: BatchPlan) -> torch.Tensor:
         """Write KV for all tokens of `plan`; raw logits [sampling chunks, model's vocabulary] float32."""
-        self._inputs.fill(plan)
-        with torch.inference_mode():
-            hidden = self._model.forward(self._inputs, self._cache)
-            return self._model.logits(hidden[self._inputs.wanted_rows])
+        if self._graphs is not None:
+            with torch.inference_mode(), self._times.part("graph"):
+                logits = self._graphs.compute_logits(plan)
+            if logits is not None:
+                return logits
+        with self._times.part("inputs"):
+            self._inputs.fill(plan)
+        with torch.inference_mode(), self._times.part("forward"):
+            return self._model.compute_logits(self._inputs, self._cache)
+
+    def profile(self) -> dict[str, float]:
+        """Seconds by part since the runner was made (`bench step --profile` shows what a step adds to them). A name
+        with a dot is a share of the part before it: `forward.attention` is in `forward`."""
+        ops = {f"forward.{name}": seconds for name, seconds in self._model.profile().items()}
+        return self._times.seconds() | ops
+
+    def _compute_best(self, plan: BatchPlan) -> list[int]:
+        """Write KV for all tokens of `plan`; the likeliest token of each sampling chunk."""
+        with self._times.part("inputs"):
+            self._inputs.fill(plan)
+        with self._times.part("forward"):
+            return self._model.compute_best(self._inputs, self._cache, self.vocab_size)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has left the batch: free its sampling row."""
         with torch.inference_mode():
             self._sampler.forget(sequence)
-
-
-def load_runner(config: WorkerConfig) -> TorchRunner:
-    """The runner that `config` asks for, its weights loaded and its KV cache made. Sets torch's thread count.
-
-    Raises:
-        ConfigError: the model folder, a flag or the memory does not allow it.
-    """
-    engine = config.engine
-    if engine.num_threads is not None:
-        torch.set_num_threads(engine.num_threads)
-    folder, device = Path(config.model.model), _device(engine.device)
-    checkpoint_config = read_config(folder)
-    dtype_name = _dtype_name(config.model.dtype, checkpoint_config)
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    model_len = _model_len(config.model.max_model_len, checkpoint_config)
-    model = _load_model(checkpoint_config, folder, dtype=dtype, device=device, model_len=model_len)
-    layout = KvLayout(
-        groups=model.kv_groups,
-        block_size=engine.block_size,
-        num_kv_heads=checkpoint_config.num_kv_heads,
-        head_size=checkpoint_config.head_size,
-        dtype=dtype,
-    )
-    need = KvNeed(layout=layout, wanted_len=config.model.max_model_len, model_len=model_len,
-                  max_num_seqs=engine.max_num_seqs)  # fmt: skip
-    size = _size_kv(need, config, model, device)
-    card = ModelCard(
-        fingerprint=fingerprint(folder, dtype_name),
-        vocab_size=min(checkpoint_config.vocab_size, _tokenizer_size(folder) or checkpoint_config.vocab_size),
-        max_model_len=size.max_model_len,
-        dtype=dtype_name,
-        device=device.type,
-    )
-    return TorchRunner(
-        model,
-        layout.allocate(size.num_blocks, device),
-        inputs=StepInputs(_capacity(config, size.max_model_len), device),
-        sampler=Sampler(vocab_size=card.vocab_size, max_num_seqs=engine.max_num_seqs, device=device),
-        block_size=engine.block_size,
-        card=card,
-    )
-
-
-def _device(wanted: str) -> torch.device:
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device=cuda: torch finds no CUDA device; use --device=cpu, or a CUDA build of torch")
-    return torch.device(wanted)
-
-
-def _dtype_name(wanted: str, config: CheckpointConfig) -> str:
-    name = config.dtype if wanted == "auto" else wanted
-    if name not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"the checkpoint's dtype {name} is not supported; choose one with --dtype")
-    return name
-
-
-def _model_len(wanted: int | None, config: CheckpointConfig) -> int:
-    if wanted is not None and wanted > config.max_position:
-        raise ConfigError(f"--max-model-len={wanted}: the model's longest context is {config.max_position}")
-    return wanted or config.max_position
-
-
-def _load_model(
-    config: CheckpointConfig, folder: Path, *, dtype: torch.dtype, device: torch.device, model_len: int
-) -> Llama:
-    checkpoint = Checkpoint(folder, dtype=dtype, device=device)
-    with torch.inference_mode():
-        model = LOADERS[config.architecture](config, checkpoint, model_len, device)
-    checkpoint.close(ignored=("rotary_emb.inv_freq", "lm_head.weight") if config.is_tied else ("rotary_emb.inv_freq",))
-    return model
-
-
-def _tokenizer_size(folder: Path) -> int | None:
-    """Ids up to the largest that has a token; None without a tokenizer.json."""
-    path = folder / "tokenizer.json"
-    return max(Tokenizer.from_file(str(path)).get_vocab().values()) + 1 if path.is_file() else None
-
-
-def _capacity(config: WorkerConfig, max_model_len: int) -> StepCapacity:
-    engine = config.engine
-    return StepCapacity(
-        max_tokens=engine.max_num_batched_tokens,
-        max_sequences=engine.max_num_seqs,
-        max_blocks=-(-max_model_len // engine.block_size),
-        block_size=engine.block_size,
-    )
-
-
-def _size_kv(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.device) -> KvSize:
-    explicit = config.engine.kv_cache_memory_bytes
-    if explicit is not None:
-        available = explicit
-    elif device.type == "cuda":
-        available = cuda_bytes(config.engine.gpu_memory_utilization, _profile(need, config, model, device), device)
-    else:
-        available = cpu_default_bytes()
-    size = size_kv(need, available, is_explicit=explicit is not None)
-    if size.max_model_len < need.model_len:
-        _log.warning("context.lowered", max_model_len=size.max_model_len,
-                     model_allows=need.model_len, remedy="--kv-cache-memory-bytes")  # fmt: skip
-    _log.info("cache.sized", tokens=size.num_tokens, blocks=size.num_blocks, block_size=size.block_size,
-             mib=size.num_blocks * need.layout.block_bytes / 2**20, max_model_len=size.max_model_len,
-             full_length_requests=size.num_full_requests)  # fmt: skip
-    return size
-
-
-def _profile(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.device) -> int:
-    """The most CUDA memory that a step of full size takes beside the KV cache, weights included; bytes."""
-    tokens, block_size = min(config.engine.max_num_batched_tokens, need.model_len), config.engine.block_size
-    num_blocks = -(-tokens // block_size)
-    sequence = Sequence(
-        request_id=RequestId("profile"),
-        attempt=0,
-        choice=0,
-        rank=0,
-        token_ids=[0] * tokens,
-        num_prompt_tokens=tokens,
-        sampling=SamplingParams(seed=0, max_tokens=1),
-    )
-    sequence.block_ids = list(range(num_blocks))
-    inputs = StepInputs(_capacity(config, need.model_len), device)
-    inputs.fill(BatchPlan((PlannedChunk(sequence, 0, tokens, is_sampling=True),)))
-    cache = need.layout.allocate(num_blocks, device)
-    torch.cuda.reset_peak_memory_stats(device)
-    with torch.inference_mode():
-        hidden = model.forward(inputs, cache)
-        model.logits(hidden[-config.engine.max_num_seqs :])
-    peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.empty_cache()
-    return peak - num_blocks * need.layout.block_bytes

@@ -92,7 +92,7 @@ class Sampler:
         logits[index] = changed
 
     def _choose(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
-        token_ids = logits.argmax(dim=-1)
+        token_ids = ops.greedy(logits)
         drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature >= GREEDY_TEMPERATURE]
         if drawn:
             index = torch.tensor(drawn, device=self._device)
@@ -124,6 +124,17 @@ class Sampler:
 
     def _ints(self, sequences: list[Sequence], read: Callable[[Sequence], int]) -> Tensor:
         return torch.tensor([read(s) for s in sequences], dtype=torch.int64, device=self._device)
+
+
+def is_plainly_greedy(sequence: Sequence) -> bool:
+    """Whether the sequence's next token is the likeliest one, and nothing else is asked: no logprobs, ban or memory."""
+    sampling = sequence.sampling
+    return (
+        sampling.temperature < GREEDY_TEMPERATURE
+        and sampling.num_logprobs is None
+        and sequence.num_output >= sampling.min_tokens
+        and not SamplingRows.is_needed(sequence)
+    )
 
 
 def _has_filter(sampling: SamplingParams) -> bool:

@@ -164,7 +164,9 @@ def paged_attention(
         cache: as for `add_rotary_kv`.
         batch: the chunks, as for `kernels.paged_attention`.
     """
-    starts, contexts, tables = (x.int().contiguous() for x in (batch.query_starts, batch.context_lens, batch.block_tables))
+    starts, contexts, tables = (
+        x.int().contiguous() for x in (batch.query_starts, batch.context_lens, batch.block_tables)
+    )
     buffers = make_buffers(shape, len(query), int(contexts.max()))
     buffers.query.copy_(query)
     program = Program()

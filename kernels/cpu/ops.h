@@ -7,17 +7,24 @@
  *
  *   F32   [out/16][in][16] float
  *   BF16  [out/16][in/2][16][2] bfloat16: pairs along `in` for the dot-product instruction
- *   INT8  [out/16][in/4][16][4] int8, then scales [out] float: w ≈ scale · q
- *   INT4  groups of 32 along `in`: [out/16][in/32] of { nibbles [4][16][4 bytes], scales [16] fp16 } (linear_int4.c)
+ *   INT8  [out/16][in/4][16][4] uint8 n, and scales [out] float: w ≈ scale · (n − 128)
+ *   INT4  groups of 32 along `in`: [out/16][in/32] of { nibbles [4][16][4] bytes, scales [16] fp16 }:
+ *         w ≈ scale · (n − 8). The low nibble of byte [v][o][b] is number 8v + b of output o's group, the high one
+ *         number 8v + 4 + b.
  *
- * `out` is padded to a multiple of 16 and `in` to a multiple of 2, 4 or 32 with zeros. */
+ * `out` is padded to a multiple of 16 and `in` to a multiple of 2, 4 or 32 with zeros. Quantized weights are unsigned
+ * since the instruction that multiplies bytes takes one operand unsigned. */
+#define INT8_ZERO_POINT 128
+#define INT4_ZERO_POINT 8
+#define INT4_GROUP 32
+#define INT4_GROUP_BYTES (16 * INT4_GROUP / 2 + 16 * 2)
+
 typedef struct weight {
     int32_t dtype;
     int32_t reserved;
     int64_t in, out;         /* true sizes */
     const void *panels;
     const float *scales;     /* [out padded]; INT8 only */
-    const int32_t *sums;     /* [out padded] sum of q over `in`; INT8 only */
 } weight;
 
 /* h[row] = table[token_ids[row]]; the table is a weight [vocab, hidden]. Dequantized if need be. */
@@ -26,12 +33,21 @@ typedef struct embed_args {
     float *out; /* [rows, hidden] */
 } embed_args;
 
+/* A quantized row, what INT8 and INT4 weights are multiplied by: int8 q [width padded to 64 with zeros], x ≈ scale · q
+ * with scale = max|x| / 127 (kept elsewhere), then int32 [1 + groups of 32] that undo the weights' zero points:
+ * −128 · (sum of all q), and −8 · (sum of q) of each group. Strides are multiples of 64. A row of zeros has scale 0;
+ * one that holds a NaN or an infinity has q = 0 and scale NaN. */
+static inline int64_t quantized_width(int64_t width) { return ceil_div(width, 64) * 64; }
+static inline const int32_t *quantized_starts(const int8_t *row, int64_t width) {
+    return (const int32_t *)(row + quantized_width(width));
+}
+
 /* out[row] = in[row] / sqrt(mean(in²) + eps) · scale, converted to `out_dtype`. With `use_wanted`, output row i is of
- * input row wanted_rows[i], and there are num_wanted. INT8: per row, out = q (int8), scales[row] = max|.| / 127. */
+ * input row wanted_rows[i], and there are num_wanted. INT8: a quantized row. */
 typedef struct norm_args {
     const float *in;    /* [rows, hidden] */
     const float *scale; /* [hidden] */
-    void *out;          /* [rows, hidden padded to 64 bytes] */
+    void *out;          /* [rows, out_stride]; hidden padded to 64 bytes if the stride has room */
     float *out_scales;  /* [rows]; INT8 only */
     int64_t hidden;
     int64_t out_stride; /* elements */
@@ -46,7 +62,7 @@ enum epilogue { STORE = 0, ADD = 1, SILU_MUL = 2 };
  * and up alternate, and y [rows, out/2] = silu(gate) · up in `out_dtype` (F32 or BF16). */
 typedef struct linear_args {
     weight weight;
-    const void *x;         /* [rows, x_stride]: float, bfloat16, or int8 with x_scales */
+    const void *x;         /* [rows, x_stride]: float, bfloat16, or quantized */
     const float *x_scales; /* [rows]; INT8 and INT4 weights */
     const float *bias;     /* [out padded] or NULL */
     void *y;
@@ -87,17 +103,19 @@ typedef struct attention_args {
     int32_t out_dtype;
 } attention_args;
 
-/* q, scale = round(x / scale) with scale = max|x| / 127 of the row. */
 typedef struct quantize_args {
     const void *in; /* [rows, in_stride] of in_dtype */
-    int8_t *out;
+    int8_t *out; /* quantized rows */
     float *out_scales;
     int64_t width, in_stride, out_stride;
     int32_t in_dtype;
     int32_t reserved;
 } quantize_args;
 
-/* The largest of each wanted row's first `width` logits, the lowest id on a tie. */
+/* The largest of each wanted row's first `width` logits, the lowest id on a tie. A row is searched in
+ * width / ARGMAX_TILE tiles (OP_ARGMAX), whose best OP_ARGMAX_MERGE compares. */
+#define ARGMAX_TILE 16384
+
 typedef struct argmax_args {
     const float *logits; /* [wanted, stride] */
     int64_t width, stride;

@@ -73,7 +73,6 @@ class Weight(ctypes.Structure):
         ("out_features", c_int64),
         ("panels", c_void_p),
         ("scales", c_void_p),
-        ("sums", c_void_p),
     )
 
 

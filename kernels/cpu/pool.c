@@ -46,11 +46,12 @@ typedef struct progress {
     _Atomic uint32_t num_sleeping;                  /* threads that sleep until `done` changes */
 } progress;
 
+/* A run. The step is a copy: a thread that comes late must find the same number of tiles as those before it, though
+ * the caller may be filling in the next step by then. */
 typedef struct job {
     op *ops;
-    const step *step;
+    step step;
     int32_t num_ops;
-    int32_t is_profiling;
 } job;
 
 typedef struct member {
@@ -113,52 +114,62 @@ static void finish_tile(progress *p, int64_t num_tiles) {
         futex(low_half(&p->done), FUTEX_WAKE, INT32_MAX);
 }
 
-static void prefetch_ahead(const job *job, int32_t index, int thread, int num_threads) {
-    for (int32_t i = index + 1; i < job->num_ops && i <= index + LOOK_AHEAD; i++) {
-        const op_class *class = CLASSES[job->ops[i].kind];
-        if (class->prefetch) {
-            class->prefetch(job->ops[i].args, job->step, thread, num_threads);
-            return;
-        }
-    }
+/* What a waiting thread brings into its cache: the first op ahead that has something to bring. */
+typedef struct ahead {
+    int32_t index; /* of the op, −1: none */
+    int64_t cursor;
+} ahead;
+
+static ahead look_ahead(const job *job, int32_t from) {
+    for (int32_t i = from; i < job->num_ops && i < from + LOOK_AHEAD; i++)
+        if (CLASSES[job->ops[i].kind]->prefetch) return (ahead){.index = i};
+    return (ahead){.index = -1};
+}
+
+static void prefetch_some(const pool *pool, const job *job, ahead *ahead, int thread) {
+    const op *op = &job->ops[ahead->index];
+    ahead->cursor =
+        CLASSES[op->kind]->prefetch(op->args, &job->step, thread, pool->num_threads, ahead->cursor);
 }
 
 /* Return when all tiles are done, or the run is over. */
-static void await_tiles(progress *p, uint32_t run, int64_t num_tiles) {
-    const uint64_t wanted = (uint64_t)run << 32 | (uint64_t)num_tiles;
+static void await_tiles(const pool *pool, const job *job, int32_t index, uint64_t wanted, ahead *ahead, int thread) {
+    progress *p = &pool->progress[index];
     for (int spins = 0;; spins++) {
         const uint64_t seen = atomic_load_explicit(&p->done, memory_order_acquire);
-        if (seen == wanted || (uint32_t)(seen >> 32) != run) return;
-        if (spins < SPINS) {
+        if (seen == wanted || seen >> 32 != wanted >> 32) return;
+        if (ahead->index >= 0 && ahead->cursor >= 0) {
+            prefetch_some(pool, job, ahead, thread);
+        } else if (spins < SPINS) {
             _mm_pause();
-            continue;
+        } else {
+            atomic_fetch_add(&p->num_sleeping, 1);
+            const uint64_t again = atomic_load(&p->done);
+            if (again != wanted && again >> 32 == wanted >> 32) futex(low_half(&p->done), FUTEX_WAIT, (uint32_t)again);
+            atomic_fetch_sub(&p->num_sleeping, 1);
         }
-        atomic_fetch_add(&p->num_sleeping, 1);
-        const uint64_t again = atomic_load(&p->done);
-        if (again != wanted && (uint32_t)(again >> 32) == run) futex(low_half(&p->done), FUTEX_WAIT, (uint32_t)again);
-        atomic_fetch_sub(&p->num_sleeping, 1);
     }
 }
 
 /* A thread's way through a run. Returns early when the run ended without it. */
 static void walk(pool *pool, const job *job, uint32_t run, int thread) {
-    int64_t since = job->is_profiling && thread == 0 ? now_ns() : 0;
+    int64_t since = thread == 0 ? now_ns() : 0;
+    ahead ahead = look_ahead(job, 0);
     for (int32_t i = 0; i < job->num_ops; i++) {
         progress *p = &pool->progress[i];
         op *op = &job->ops[i];
         const op_class *class = CLASSES[op->kind];
-        const int64_t num_tiles = class->num_tiles(op->args, job->step, pool->num_threads);
+        const int64_t num_tiles = class->num_tiles(op->args, &job->step, pool->num_threads);
+        const uint64_t all_done = (uint64_t)run << 32 | (uint64_t)num_tiles;
         int64_t tile;
         while ((tile = take_tile(p, run, num_tiles)) >= 0) {
-            class->run_tile(op->args, job->step, tile, thread, pool->num_threads);
+            class->run_tile(op->args, &job->step, tile, thread, pool->num_threads);
             finish_tile(p, num_tiles);
         }
-        if (atomic_load_explicit(&p->done, memory_order_acquire) != ((uint64_t)run << 32 | (uint64_t)num_tiles)) {
-            if ((uint32_t)(atomic_load(&p->done) >> 32) != run) return;
-            prefetch_ahead(job, i, thread, pool->num_threads);
-            await_tiles(p, run, num_tiles);
-        }
-        if (job->is_profiling && thread == 0) {
+        if (ahead.index <= i) ahead = look_ahead(job, i + 1);
+        await_tiles(pool, job, i, all_done, &ahead, thread);
+        if (atomic_load(&p->done) != all_done) return;
+        if (thread == 0) {
             const int64_t now = now_ns();
             op->nanoseconds += now - since;
             op->num_calls++;
@@ -193,17 +204,17 @@ static void *serve(void *argument) {
     return NULL;
 }
 
-void pool_run(pool *pool, op *ops, int32_t num_ops, const step *step, int32_t is_profiling) {
+void pool_run(pool *pool, op *ops, int32_t num_ops, const step *step) {
     const uint32_t run = atomic_load(&pool->run) + 2;
     atomic_store(&pool->run, run - 1);
     for (int32_t i = 0; i < num_ops; i++) {
         atomic_store_explicit(&pool->progress[i].next, (uint64_t)run << 32, memory_order_relaxed);
         atomic_store_explicit(&pool->progress[i].done, (uint64_t)run << 32, memory_order_relaxed);
     }
-    const job mine = {.ops = ops, .step = step, .num_ops = num_ops, .is_profiling = is_profiling};
+    const job mine = {.ops = ops, .step = *step, .num_ops = num_ops};
     pool->job = mine;
     atomic_store(&pool->run, run);
-    if (atomic_load(&pool->num_idle)) futex(&pool->run, FUTEX_WAKE, INT32_MAX);
+    if (pool->num_threads > 1 && atomic_load(&pool->num_idle)) futex(&pool->run, FUTEX_WAKE, INT32_MAX);
     walk(pool, &mine, run, 0);
 }
 

@@ -7,6 +7,7 @@ every program that it has run, since a thread that comes late may still look at 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -34,13 +35,13 @@ class Pool:
         if not self._handle:
             raise MemoryError(f"can't start {num_threads} threads for the CPU kernels")
 
-    def run(self, program: Program, step: Step, *, is_profiling: bool = False) -> None:
+    def run(self, program: Program, step: Step) -> None:
         """Run all ops for `step`; the interpreter's lock is free meanwhile."""
         if program.pool is not self:
             program.pool = self
             self._kept.append(program)
         ops = program.compiled()
-        self._library.pool_run(self._handle, ops, len(ops), ctypes.byref(step), int(is_profiling))
+        self._library.pool_run(self._handle, ops, len(ops), ctypes.byref(step))
 
     def close(self) -> None:
         """End the threads."""
@@ -58,7 +59,6 @@ class Program:
 
     def __init__(self) -> None:
         self.pool: Pool | None = None
-        self.step: Step | None = None
         self._ops: list[tuple[OpKind, ctypes.Structure]] = []
         self._labels: list[str] = []
         self._kept: list[object] = []
@@ -79,6 +79,12 @@ class Program:
         self._kept += kept
         self._compiled = None
 
+    def copy(self) -> Program:
+        """A program of the same ops, to add others to."""
+        made = Program()
+        made._ops, made._labels, made._kept = list(self._ops), list(self._labels), list(self._kept)
+        return made
+
     def compiled(self) -> ctypes.Array[Op]:
         """The ops as C sees them."""
         if self._compiled is None:
@@ -87,11 +93,20 @@ class Program:
         return self._compiled
 
     def profile(self) -> dict[str, float]:
-        """Seconds spent in the ops of each label, over all profiled runs."""
+        """Seconds spent in the ops of each label, over all runs."""
         seconds: dict[str, float] = {}
         for label, op in zip(self._labels, self.compiled(), strict=True):
             seconds[label] = seconds.get(label, 0.0) + op.nanoseconds * 1e-9
         return seconds
+
+
+def sum_profiles(profiles: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Seconds of each label over several programs."""
+    total: dict[str, float] = {}
+    for profile in profiles:
+        for label, seconds in profile.items():
+            total[label] = total.get(label, 0.0) + seconds
+    return total
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -33,7 +33,7 @@ typedef struct step {
 
 typedef struct op {
     int32_t kind; /* enum op_kind */
-    int32_t num_calls;   /* counted while profiling, as the next */
+    int32_t num_calls;
     int64_t nanoseconds; /* from the end of the op before to the end of this one, over all calls */
     const void *args;    /* the kind's own struct */
 } op;
@@ -56,8 +56,9 @@ enum op_kind {
 typedef struct op_class {
     int64_t (*num_tiles)(const void *args, const step *step, int num_threads);
     void (*run_tile)(const void *args, const step *step, int64_t tile, int thread, int num_threads);
-    /* Bring what `thread` will read first into its cache, called while it waits; NULL: nothing worth it. */
-    void (*prefetch)(const void *args, const step *step, int thread, int num_threads);
+    /* Called while `thread` waits for its turn: brings the bytes from `cursor` on of what it will read into its cache,
+     * a few lines at a time. The new cursor, −1: that is all. NULL: nothing worth it. */
+    int64_t (*prefetch)(const void *args, const step *step, int thread, int num_threads, int64_t cursor);
 } op_class;
 
 #pragma weak embed_class
@@ -80,7 +81,7 @@ void *scratch(int64_t bytes);
  * threads. `pool_run` runs ops 0 .. num_ops − 1; one run at a time. */
 typedef struct pool pool;
 pool *pool_open(int32_t num_threads, int32_t max_ops);
-void pool_run(pool *pool, op *ops, int32_t num_ops, const step *step, int32_t is_profiling);
+void pool_run(pool *pool, op *ops, int32_t num_ops, const step *step);
 void pool_close(pool *pool);
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

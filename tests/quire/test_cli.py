@@ -31,7 +31,7 @@ def test_version() -> None:
     assert run("--version").stdout == f"quire {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["simulate"], ["bench", "step"]])
+@pytest.mark.parametrize("arguments", [["simulate"], ["bench", "simulate"]])
 def test_unknown_command_names_those_that_exist(arguments: list[str]) -> None:
     """A command that is not there should be refused in one line that lists what is."""
     answer = run(*arguments)
@@ -55,6 +55,15 @@ def test_unknown_command_names_those_that_exist(arguments: list[str]) -> None:
         (["bench", "serve", "--base-url", "127.0.0.1:8000"], "--base-url=127.0.0.1:8000: must be like http://"),
         (["bench", "serve", "--base-url", "http://127.0.0.1:8000/v1"], "without /v1"),
         (["bench", "serve", "--json", "/no/such/figures.json"], "--json=/no/such/figures.json: its folder"),
+        (["bench", "table", "--configuration", "q7b"], "--configuration=q7b: choose from q05b-bf16, "),
+        (["bench", "table", "--workload", "w9"], "--workload=w9: choose from w1, w2, w3, w4"),
+        (["bench", "table", "--peer-url", "http://127.0.0.1:1/v1"], "--peer-url=http://127.0.0.1:1/v1: must be like"),
+        (["bench", "table", "--serve-flags", "--max-num-seqs 0"], "--max-num-seqs='0': must be 1 to 4096"),
+        (["bench", "table", "--out", "/dev/null/x"], "--out=/dev/null/x"),
+        (["bench", "growth", "--out", "/dev/null/x"], "--out=/dev/null/x"),
+        (["bench", "growth", "huge"], "choose from q05b, tiny, test"),
+        (["bench", "step", "/no/such/folder"], "no such folder"),
+        (["bench", "step", "--json", "/no/such/figures.json"], "--json=/no/such/figures.json: its folder"),
     ],
 )
 def test_wrong_setting_is_one_line_and_exit_code_2(arguments: list[str], words: str) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from gpu_worker.engine.batch_plan import BatchPlan, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
-from gpu_worker.model.runner import load_runner
+from gpu_worker.model.assembly import load_runner
 from quire import smollm2
 from shared.config import EngineConfig, ModelConfig, WorkerConfig
 from shared.errors import ConfigError

@@ -179,16 +179,41 @@ def test_should_count_what_happens() -> None:
     assert (view.num_evictions, view.num_preemptions) == (0, 1)
 
 
-def test_view_should_describe_what_is_held() -> None:
-    """Reports need blocks and tokens by request, running or waiting."""
+def test_view_should_describe_what_runs() -> None:
+    """Reports need blocks and tokens by request of those that run, and how many there are in all."""
     driver = make_driver(num_blocks=4, block_size=4)
     for name, rank in (("a", 0), ("b", 1)):
         driver.engine.add(make_sequence(name, rank=rank))
     driver.step()
     view = driver.engine.view()
-    assert (view.free_blocks, view.num_running, view.num_waiting) == (2, 1, 1)
-    shown = {r: (h.num_blocks, h.num_tokens, h.num_running, h.num_waiting) for r, h in view.held.items()}
-    assert shown == {"a": (2, 6, 1, 0), "b": (0, 5, 0, 1)}
+    assert (view.free_blocks, view.num_running, view.num_waiting, view.num_held) == (2, 1, 1, 2)
+    shown = {r: (h.num_blocks, h.num_tokens, h.num_running, h.num_waiting) for r, h in view.running.items()}
+    assert shown == {"a": (2, 6, 1, 0)}
+
+
+def test_view_should_describe_a_request_of_which_a_part_runs() -> None:
+    """All open choices of a request should be counted when one of them runs."""
+    driver = make_driver(num_blocks=4, block_size=4)
+    for choice in (0, 1):
+        driver.engine.add(make_sequence("a", choice=choice))
+    driver.step()
+    held = driver.engine.view().running[RequestId("a")]
+    assert (held.num_blocks, held.num_tokens, held.num_running, held.num_waiting) == (2, 11, 1, 1)
+
+
+def test_a_suspect_that_is_dropped_should_not_hold_up_the_others() -> None:
+    """The others should run again at once when the only suspect leaves, waiting or running."""
+    driver = make_driver()
+    other = make_sequence("other", max_tokens=30)
+    driver.engine.add(other)
+    for steps in (0, 1):
+        suspect = make_sequence(f"suspect{steps}", list(range(200)), rank=1, is_alone=True)
+        driver.engine.add(suspect)
+        for _ in range(steps):
+            driver.step()
+        driver.engine.drop(suspect.request_id)
+        driver.step()
+        assert [chunk.sequence for chunk in driver.runner.plans[-1].chunks] == [other]
 
 
 def test_only_the_poisoned_request_should_fail() -> None:

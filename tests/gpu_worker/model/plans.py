@@ -8,7 +8,8 @@ from typing import Any
 
 from gpu_worker.engine.batch_plan import BatchPlan, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
-from gpu_worker.model.runner import TorchRunner, load_runner
+from gpu_worker.model.assembly import load_runner
+from gpu_worker.model.runner import DecoderRunner
 from shared.config import EngineConfig, ModelConfig, WorkerConfig
 from shared.ids import RequestId
 from shared.messages import SamplingParams
@@ -16,7 +17,7 @@ from shared.messages import SamplingParams
 
 def make_runner(
     folder: Path, *, dtype: str = "float32", max_model_len: int | None = None, **engine: Any
-) -> TorchRunner:
+) -> DecoderRunner:
     """A runner on the CPU with one thread unless said otherwise."""
     settings = {"device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": 16 << 20} | engine
     model = ModelConfig(model=str(folder), dtype=dtype, max_model_len=max_model_len)
@@ -65,7 +66,7 @@ def plan_step(sequences: list[Sequence], chunk_size: int, budget: int = 512) -> 
     return BatchPlan(tuple(chunks))
 
 
-def advance(runner: TorchRunner, plan: BatchPlan) -> None:
+def advance(runner: DecoderRunner, plan: BatchPlan) -> None:
     """Run `plan`, and add what it drew to its sequences."""
     drawn = iter(runner.run(plan))
     for chunk in plan.chunks:
@@ -74,7 +75,9 @@ def advance(runner: TorchRunner, plan: BatchPlan) -> None:
             chunk.sequence.token_ids.append(next(drawn).token_id)
 
 
-def generate(runner: TorchRunner, sequences: list[Sequence], num_tokens: int, chunk_size: int = 512) -> list[list[int]]:
+def generate(
+    runner: DecoderRunner, sequences: list[Sequence], num_tokens: int, chunk_size: int = 512
+) -> list[list[int]]:
     """Output tokens of each sequence, all stepped together until each has `num_tokens`."""
     while open_ones := [s for s in sequences if s.num_output < num_tokens]:
         advance(runner, plan_step(open_ones, chunk_size))

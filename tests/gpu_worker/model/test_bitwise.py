@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpu_worker.engine.sequence import Sequence
-from gpu_worker.model.runner import TorchRunner
+from gpu_worker.model.runner import DecoderRunner
 from tests.gpu_worker.model.plans import advance, generate, give_blocks, make_runner, make_sequence, plan_step
 
 PROMPT_LEN = 150
@@ -17,7 +17,7 @@ PROMPT = [random.Random(5).randrange(500) for _ in range(PROMPT_LEN)]
 
 
 def prompt_logits(
-    runner: TorchRunner, chunk_size: int, neighbours: list[Sequence], block_ids: list[int]
+    runner: DecoderRunner, chunk_size: int, neighbours: list[Sequence], block_ids: list[int]
 ) -> torch.Tensor:
     """Logits after `PROMPT`, computed in chunks of `chunk_size` beside `neighbours`, which decode meanwhile."""
     sequence = make_sequence(PROMPT, block_ids=block_ids)
@@ -29,7 +29,7 @@ def prompt_logits(
         advance(runner, plan)
 
 
-def own_blocks(runner: TorchRunner, order: random.Random | None = None) -> list[int]:
+def own_blocks(runner: DecoderRunner, order: random.Random | None = None) -> list[int]:
     """Blocks at the end of the cache for `PROMPT`."""
     count = -(-(PROMPT_LEN + 32) // runner.block_size)
     ids = list(range(runner.num_blocks - count, runner.num_blocks))

@@ -42,10 +42,10 @@ def test_a_withdrawal_should_be_void_when_more_was_evicted(apply: Post) -> None:
     request_id = RequestId("a")
     apply(Add((make_sequence("a", max_tokens=200),)))
     void = apply(Withdraw(request_id, 1, 5))
-    assert (void.withdrawn, list(void.view.held)) == ((), [request_id])
+    assert (void.withdrawn, list(void.view.running)) == ((), [request_id])
     command = Withdraw(request_id, 1, 0)
     done = apply(command)
-    assert (done.withdrawn, done.view.held, done.view.num_preemptions) == ((command,), {}, 1)
+    assert (done.withdrawn, done.view.num_held, done.view.num_preemptions) == ((command,), 0, 1)
     assert apply(command).withdrawn == (), "nothing is left to take out"
 
 
@@ -54,7 +54,7 @@ def test_a_request_should_be_added_as_a_whole_or_not_at_all(apply: Post) -> None
     fitting, too_long = make_sequence("a", max_tokens=200), make_sequence("a", [1] * 256, choice=1)
     round_ = apply(Add((fitting, too_long)))
     assert [(f.request_id, f.reason) for f in round_.failures] == [("a", "rejected")]
-    assert round_.view.held == {}
+    assert round_.view.num_held == 0
 
 
 def test_commands_should_be_applied_in_order(apply: Post) -> None:
@@ -62,4 +62,4 @@ def test_commands_should_be_applied_in_order(apply: Post) -> None:
     round_ = apply(
         Add((make_sequence("a", max_tokens=200),)), Drop(RequestId("a")), Add((make_sequence("a", max_tokens=200),))
     )
-    assert round_.view.held["a"].num_running + round_.view.held["a"].num_waiting == 1
+    assert (round_.view.num_held, round_.view.num_running + round_.view.num_waiting) == (1, 1)

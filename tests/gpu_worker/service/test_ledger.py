@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine_thread import Round
 from gpu_worker.ledger import End, Held, HeldChoice, Ledger, Release, Unlogged
 from shared.bus import CommitAnswer, CommitOutcome
-from shared.ids import RequestId
+from shared.ids import EntryId, RequestId
+from shared.messages import HeldRequest
+from tests.gpu_worker.engine.workload import make_engine, make_sequence
+from tests.scripted_runner import ScriptedRunner
 
 
 def make_held(*, num_logged: int = 1, entries: tuple[bytes, ...] = (b"x",), finish: str = "") -> Held:
@@ -68,3 +73,38 @@ def test_what_leaves_should_be_reported_as_holding_nothing() -> None:
     assert (held.describe().num_waiting, held.describe().num_tokens) == (1, 5)
     held.exit = End("failed", "internal_error", "")
     assert (held.describe().num_waiting, held.describe().num_tokens) == (0, 0)
+
+
+def test_a_report_should_list_what_waits_beside_what_runs() -> None:
+    """What runs should be told as the engine has it, what waits (never admitted, or evicted) from the ledger: no
+    blocks, all known tokens."""
+    ledger, engine = Ledger(), make_engine(ScriptedRunner(num_blocks=3, block_size=4))
+    for rank, name in enumerate("ab"):
+        sequence = make_sequence(name, [1, 2, 3], rank=rank, max_tokens=8)
+        engine.add(sequence)
+        ledger.hold(
+            Held(RequestId(name), attempt=1, choices={0: HeldChoice(0, prompt_len=3, entries=[], num_logged=0)})
+        )
+    seen = set()
+    while engine.num_evictions == 0:
+        _step(engine, ledger)
+        seen.add(tuple(held.num_running for held in ledger.describe(engine.view())))
+    assert (1, 1) in seen
+    first, second = ledger.describe(engine.view())
+    assert (first.num_blocks, first.num_running) == (2, 1)
+    num_known = 3 + len(ledger_entries(ledger, "b"))
+    assert second == HeldRequest(
+        request_id=RequestId("b"), attempt=1, num_blocks=0, num_tokens=num_known, num_running=0, num_waiting=1
+    )
+    assert num_known > 3, "it had drawn tokens before it was evicted"
+
+
+def _step(engine: Engine, ledger: Ledger) -> None:
+    output = engine.step()
+    ledger.take(Round(number=1, view=engine.view(), inbox_id=EntryId("0-0"), entries=output.entries))
+
+
+def ledger_entries(ledger: Ledger, name: str) -> list[bytes]:
+    held = ledger.get(RequestId(name))
+    assert held is not None
+    return held.choices[0].entries

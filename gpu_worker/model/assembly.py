@@ -1,0 +1,198 @@
+"""From settings to a runner: device and precision, the weights, the way of computing, the size of the KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from gpu_worker.engine.batch_plan import BatchPlan, PlannedChunk
+from gpu_worker.engine.sequence import Sequence
+from gpu_worker.model.config import CheckpointConfig, read_config
+from gpu_worker.model.cpu_kernels import load_cpu_decoder, open_pool
+from gpu_worker.model.graphs import CardCapture, DecodeGraphs, graph_sizes
+from gpu_worker.model.inputs import StepCapacity, StepInputs
+from gpu_worker.model.kv_layout import KvCache, KvGroup, KvLayout
+from gpu_worker.model.kv_memory import KvNeed, KvSize, cpu_default_bytes, cuda_bytes, size_kv
+from gpu_worker.model.llama import Llama, load_llama
+from gpu_worker.model.loader import Checkpoint, fingerprint
+from gpu_worker.model.qwen2 import load_qwen2
+from gpu_worker.model.runner import Decoder, DecoderRunner, ModelCard
+from gpu_worker.sampling.sampler import Sampler
+from shared.config import EngineConfig, WorkerConfig
+from shared.errors import ConfigError
+from shared.ids import RequestId
+from shared.logs import get_log
+from shared.messages import SamplingParams
+
+_log = get_log("runner")
+
+LOADERS = {"LlamaForCausalLM": load_llama, "Qwen2ForCausalLM": load_qwen2}
+
+
+def load_runner(config: WorkerConfig) -> DecoderRunner:
+    """The runner that `config` asks for, its weights loaded and its KV cache made. Sets torch's thread count.
+
+    Raises:
+        ConfigError: the model folder, a flag or the memory does not allow it.
+    """
+    engine = config.engine
+    if engine.num_threads is not None:
+        torch.set_num_threads(engine.num_threads)
+    folder, device = Path(config.model.model), _device(engine.device)
+    checkpoint_config = read_config(folder)
+    dtype_name = _dtype_name(config.model.dtype, checkpoint_config)
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    model_len = _model_len(config.model.max_model_len, checkpoint_config)
+    layout = KvLayout(
+        groups=(KvGroup(layers=range(checkpoint_config.num_layers)),),
+        block_size=engine.block_size,
+        num_kv_heads=checkpoint_config.num_kv_heads,
+        head_size=checkpoint_config.head_size,
+        dtype=dtype,
+    )
+    pool = open_pool(config, layout) if device.type == "cpu" else None
+    model: Decoder
+    if pool is not None:
+        layout = replace(layout, is_packed=True)
+        model = load_cpu_decoder(checkpoint_config, config, layout, pool, model_len)
+    else:
+        model = _load_model(checkpoint_config, folder, dtype=dtype, device=device, model_len=model_len)
+    need = KvNeed(layout=layout, wanted_len=config.model.max_model_len, model_len=model_len,
+                  max_num_seqs=engine.max_num_seqs)  # fmt: skip
+    size = _size_kv(need, config, model, device)
+    card = ModelCard(
+        fingerprint=fingerprint(folder, dtype_name if pool is None else f"{dtype_name} cpu kernels"),
+        vocab_size=min(checkpoint_config.vocab_size, _tokenizer_size(folder) or checkpoint_config.vocab_size),
+        max_model_len=size.max_model_len,
+        dtype=dtype_name,
+        device=device.type,
+        key_cost=_key_cost(checkpoint_config),
+    )
+    cache, inputs = layout.allocate(size.num_blocks, device), StepInputs(_capacity(config, size.max_model_len), device)
+    return DecoderRunner(
+        model,
+        cache,
+        inputs=inputs,
+        sampler=Sampler(vocab_size=card.vocab_size, max_num_seqs=engine.max_num_seqs, device=device),
+        card=card,
+        graphs=_capture(model, cache, inputs, size, engine) if isinstance(model, Llama) else None,
+    )
+
+
+def _capture(
+    model: Llama, cache: KvCache, inputs: StepInputs, size: KvSize, engine: EngineConfig
+) -> DecodeGraphs | None:
+    """The graphs of all decode steps that are not too large; None where there are no graphs or none are wanted."""
+    if cache.device.type != "cuda" or engine.enforce_eager:
+        return None
+    with torch.inference_mode():
+        return DecodeGraphs(
+            lambda: model.logits(model.forward(inputs, cache)),
+            inputs,
+            graph_sizes(min(engine.max_num_seqs, engine.max_num_batched_tokens)),
+            max_context=size.max_model_len,
+            max_total_context=size.num_tokens,
+            capture=CardCapture(),
+        )
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device=cuda: torch finds no CUDA device; use --device=cpu, or a CUDA build of torch")
+    return torch.device(wanted)
+
+
+def _dtype_name(wanted: str, config: CheckpointConfig) -> str:
+    name = config.dtype if wanted == "auto" else wanted
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"the checkpoint's dtype {name} is not supported; choose one with --dtype")
+    return name
+
+
+def _model_len(wanted: int | None, config: CheckpointConfig) -> int:
+    if wanted is not None and wanted > config.max_position:
+        raise ConfigError(f"--max-model-len={wanted}: the model's longest context is {config.max_position}")
+    return wanted or config.max_position
+
+
+def _load_model(
+    config: CheckpointConfig, folder: Path, *, dtype: torch.dtype, device: torch.device, model_len: int
+) -> Llama:
+    checkpoint = Checkpoint(folder, dtype=dtype, device=device)
+    with torch.inference_mode():
+        model = LOADERS[config.architecture](config, checkpoint, model_len, device)
+    checkpoint.close(ignored=("rotary_emb.inv_freq", "lm_head.weight") if config.is_tied else ("rotary_emb.inv_freq",))
+    return model
+
+
+def _key_cost(config: CheckpointConfig) -> float:
+    """Multiplications of a (query, key) pair over those of a token's linears, the head not counted."""
+    q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+    attention = config.hidden_size * (2 * q_size + 2 * kv_size)
+    return 2 * q_size / (attention + 3 * config.hidden_size * config.intermediate_size)
+
+
+def _tokenizer_size(folder: Path) -> int | None:
+    """Ids up to the largest that has a token; None without a tokenizer.json."""
+    path = folder / "tokenizer.json"
+    return max(Tokenizer.from_file(str(path)).get_vocab().values()) + 1 if path.is_file() else None
+
+
+def _capacity(config: WorkerConfig, max_model_len: int) -> StepCapacity:
+    engine = config.engine
+    return StepCapacity(
+        max_tokens=engine.max_num_batched_tokens,
+        max_sequences=engine.max_num_seqs,
+        max_blocks=-(-max_model_len // engine.block_size),
+        block_size=engine.block_size,
+    )
+
+
+def _size_kv(need: KvNeed, config: WorkerConfig, model: Decoder, device: torch.device) -> KvSize:
+    explicit = config.engine.kv_cache_memory_bytes
+    if explicit is not None:
+        available = explicit
+    elif device.type == "cuda":
+        assert isinstance(model, Llama)
+        available = cuda_bytes(config.engine.gpu_memory_utilization, _profile(need, config, model, device), device)
+    else:
+        available = cpu_default_bytes()
+    size = size_kv(need, available, is_explicit=explicit is not None)
+    if size.max_model_len < need.model_len:
+        _log.warning("context.lowered", max_model_len=size.max_model_len,
+                     model_allows=need.model_len, remedy="--kv-cache-memory-bytes")  # fmt: skip
+    _log.info("cache.sized", tokens=size.num_tokens, blocks=size.num_blocks, block_size=size.block_size,
+             mib=size.num_blocks * need.layout.block_bytes / 2**20, max_model_len=size.max_model_len,
+             full_length_requests=size.num_full_requests)  # fmt: skip
+    return size
+
+
+def _profile(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.device) -> int:
+    """The most CUDA memory that a step of full size takes beside the KV cache, weights included; bytes."""
+    tokens, block_size = min(config.engine.max_num_batched_tokens, need.model_len), config.engine.block_size
+    num_blocks = -(-tokens // block_size)
+    sequence = Sequence(
+        request_id=RequestId("profile"),
+        attempt=0,
+        choice=0,
+        rank=0,
+        token_ids=[0] * tokens,
+        num_prompt_tokens=tokens,
+        sampling=SamplingParams(seed=0, max_tokens=1),
+    )
+    sequence.block_ids = list(range(num_blocks))
+    inputs = StepInputs(_capacity(config, need.model_len), device)
+    inputs.fill(BatchPlan((PlannedChunk(sequence, 0, tokens, is_sampling=True),)))
+    cache = need.layout.allocate(num_blocks, device)
+    torch.cuda.reset_peak_memory_stats(device)
+    with torch.inference_mode():
+        hidden = model.forward(inputs, cache)
+        model.logits(hidden[-config.engine.max_num_seqs :])
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    return peak - num_blocks * need.layout.block_bytes

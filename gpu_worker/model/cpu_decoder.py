@@ -1,0 +1,172 @@
+"""The Llama family's decoder as one program of CPU kernels: a step is one call into C.
+
+The same arithmetic as `llama.py` with fewer roundings: the residual and the sums of linears stay float32, only what a
+linear or the cache reads is rounded to the model's precision. In float32 nothing is rounded, so the tokens are those of
+`transformers`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_worker.model.config import CheckpointConfig
+from gpu_worker.model.inputs import StepInputs
+from gpu_worker.model.kv_layout import KvCache, KvGroup
+from gpu_worker.model.packed_weights import PackedLayer, PackedModel
+from kernels.cpu.attention import (
+    AttentionBuffers,
+    AttentionShape,
+    add_attention,
+    add_attention_plan,
+    add_rotary_kv,
+    make_buffers,
+)
+from kernels.cpu.kv_cache import KvShape
+from kernels.cpu.linear import add_linear
+from kernels.cpu.ops import Epilogue, Step
+from kernels.cpu.program import Pool, Program, address, sum_profiles
+from kernels.cpu.rows import add_argmax, add_embed, add_norm
+
+_PAD_COLUMNS = 64
+"""Rows that linears read are as long as this allows, with zeros behind: panels are padded along `in`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """What flows through the ops; capacity: the largest step.
+
+    Attributes:
+        hidden: [rows, hidden] float32, the residual.
+        normed, mixed, gated: what the linears read: normed hidden states, attention's result, the gated feed-forward.
+        qkv: [rows, queries, keys and values] float32.
+        wanted: [sequences, hidden] normed rows whose logits are wanted. logits: [sequences, vocab] float32.
+        best: [sequences] int64.
+    """
+
+    hidden: Tensor
+    normed: Tensor
+    mixed: Tensor
+    gated: Tensor
+    qkv: Tensor
+    wanted: Tensor
+    logits: Tensor
+    best: Tensor
+    attention: AttentionBuffers
+
+
+class CpuDecoder:
+    """A decoder on the CPU kernels. One thread uses it, always with the same inputs and cache.
+
+    Args:
+        cos_sin: [positions, head_size] float32, from `rotary_table`.
+        kv: the cache's blocks; its dtype is that of what linears read, too: float32 or bfloat16.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, weights: PackedModel, pool: Pool, *, cos_sin: Tensor, kv: KvShape
+    ) -> None:
+        self._config, self._weights, self._pool = config, weights, pool
+        self._cos_sin = cos_sin
+        self._shape = AttentionShape(heads=config.num_heads, kv=kv)
+        self._step = Step()
+        self._logits_program: Program | None = None
+        self._best_programs: dict[int, Program] = {}
+
+    @property
+    def kv_groups(self) -> tuple[KvGroup, ...]:
+        """All layers see the whole context."""
+        return (KvGroup(layers=range(self._config.num_layers)),)
+
+    def compute_logits(self, inputs: StepInputs, cache: KvCache) -> Tensor:
+        """Raw logits [wanted rows, vocab] float32, valid until the next step; writes the step's KV into `cache`."""
+        self._run(self._program(inputs, cache), inputs)
+        return self._buffers.logits[: len(inputs.wanted_rows)]
+
+    def compute_best(self, inputs: StepInputs, cache: KvCache, vocab_size: int) -> list[int]:
+        """The likeliest of the first `vocab_size` ids for each wanted row, the lowest on a tie; writes KV as well."""
+        if vocab_size not in self._best_programs:
+            program = self._program(inputs, cache).copy()
+            add_argmax(program, self._buffers.logits, vocab_size, self._buffers.best)
+            self._best_programs[vocab_size] = program
+        self._run(self._best_programs[vocab_size], inputs)
+        best: list[int] = self._buffers.best[: len(inputs.wanted_rows)].tolist()
+        return best
+
+    def profile(self) -> dict[str, float]:
+        """Seconds by kind of op, over all steps."""
+        programs = [self._logits_program, *self._best_programs.values()]
+        return sum_profiles(program.profile() for program in programs if program is not None)
+
+    def _run(self, program: Program, inputs: StepInputs) -> None:
+        step, batch = self._step, inputs.batch
+        step.num_rows = len(inputs.token_ids)
+        step.num_sequences = len(batch.context_lens)
+        step.num_wanted = len(inputs.wanted_rows)
+        self._pool.run(program, step)
+
+    def _program(self, inputs: StepInputs, cache: KvCache) -> Program:
+        if self._logits_program is None:
+            self._bind(inputs)
+            self._buffers = self._make_buffers(inputs)
+            self._logits_program = self._build(cache)
+        return self._logits_program
+
+    def _bind(self, inputs: StepInputs) -> None:
+        """Point the step at the inputs' buffers, which stay where they are."""
+        whole = inputs.whole
+        for name, tensor in whole.items():
+            setattr(self._step, name, address(tensor))
+        self._step.table_stride = whole["block_tables"].stride(0)
+
+    def _make_buffers(self, inputs: StepInputs) -> _Buffers:
+        config, capacity = self._config, inputs.capacity
+        rows, sequences = capacity.max_tokens, capacity.max_sequences
+
+        def readable(num_rows: int, width: int) -> Tensor:
+            padded = -(-width // _PAD_COLUMNS) * _PAD_COLUMNS
+            return torch.zeros((num_rows, padded), dtype=self._shape.kv.dtype)
+
+        return _Buffers(
+            hidden=torch.empty((rows, config.hidden_size)),
+            normed=readable(rows, config.hidden_size),
+            mixed=readable(rows, config.num_heads * config.head_size),
+            gated=readable(rows, config.intermediate_size),
+            qkv=torch.empty((rows, self._shape.qkv_width)),
+            wanted=readable(sequences, config.hidden_size),
+            logits=torch.empty((sequences, config.vocab_size)),
+            best=torch.empty(sequences, dtype=torch.int64),
+            attention=make_buffers(self._shape, rows, capacity.max_blocks * capacity.block_size),
+        )
+
+    def _build(self, cache: KvCache) -> Program:
+        program, buffers, weights = Program(), self._buffers, self._weights
+        add_embed(program, weights.embedding, buffers.hidden)
+        add_attention_plan(program, self._shape, buffers.attention)
+        for index, layer in enumerate(weights.layers):
+            self._add_layer(program, layer, cache.blocks(index))
+        eps = self._config.rms_norm_eps
+        add_norm(program, buffers.hidden, weights.norm, buffers.wanted, eps, use_wanted=True)
+        add_linear(program, buffers.wanted, weights.head, buffers.logits, use_wanted=True, label="head")
+        return program
+
+    def _add_layer(self, program: Program, layer: PackedLayer, blocks: Tensor) -> None:
+        buffers, eps = self._buffers, self._config.rms_norm_eps
+        hidden, normed, shape = buffers.hidden, buffers.normed, self._shape
+        add_norm(program, hidden, layer.input_norm, normed, eps)
+        add_linear(program, normed, layer.qkv.weight, buffers.qkv, bias=layer.qkv.bias, label="qkv")
+        add_rotary_kv(program, shape, buffers.attention, buffers.qkv, self._cos_sin, blocks, shape.kv.head_size**-0.5)
+        add_attention(program, shape, buffers.attention, blocks, buffers.mixed[:, : shape.heads * shape.kv.head_size])
+        output, down = layer.output, layer.down
+        add_linear(
+            program, buffers.mixed, output.weight, hidden, bias=output.bias, epilogue=Epilogue.ADD, label="output"
+        )
+        add_norm(program, hidden, layer.mlp_norm, normed, eps)
+        gate_up = layer.gate_up
+        add_linear(
+            program, normed, gate_up.weight, buffers.gated, bias=gate_up.bias, epilogue=Epilogue.SILU_MUL,
+            label="gate_up",
+        )  # fmt: skip
+        add_linear(program, buffers.gated, down.weight, hidden, bias=down.bias, epilogue=Epilogue.ADD, label="down")

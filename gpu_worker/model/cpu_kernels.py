@@ -1,0 +1,89 @@
+"""Whether the CPU kernels can compute a model, and the decoder that does.
+
+`--cpu-kernels auto` falls back to torch with one line that says why; `on` makes that an error; `off` never tries.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from gpu_worker.model.config import CheckpointConfig
+from gpu_worker.model.cpu_decoder import CpuDecoder
+from gpu_worker.model.kv_layout import KvLayout
+from gpu_worker.model.layers import rotary_table
+from gpu_worker.model.loader import Checkpoint, fingerprint
+from gpu_worker.model.packed_weights import FORMAT, PackedModel, load_packed, pack_model, save_packed
+from kernels.cpu.build import CpuKernelsUnavailable, load_library
+from kernels.cpu.program import Pool
+from shared.config import WorkerConfig
+from shared.errors import ConfigError
+from shared.logs import get_log
+
+_log = get_log("cpu_kernels")
+
+
+def open_pool(config: WorkerConfig, layout: KvLayout) -> Pool | None:
+    """Threads for the CPU kernels; None where torch computes.
+
+    Raises:
+        ConfigError: `--cpu-kernels=on`, and this machine or model does not allow them.
+    """
+    wanted = config.engine.cpu_kernels
+    if wanted == "off":
+        return None
+    try:
+        layout.kv_shape  # noqa: B018 - raises for what the kernels don't have
+        pool = Pool(load_library(_cache_folder(config)), num_threads(config))
+    except CpuKernelsUnavailable as error:
+        if wanted == "on":
+            raise ConfigError(f"--cpu-kernels=on: {error}") from None
+        _log.warning("kernels.unavailable", why=error, instead="torch")
+        return None
+    return pool
+
+
+def num_threads(config: WorkerConfig) -> int:
+    """Threads that compute: as set, or one for each core that this process may use."""
+    return config.engine.num_threads or len(os.sched_getaffinity(0))
+
+
+def load_cpu_decoder(
+    checkpoint_config: CheckpointConfig, config: WorkerConfig, layout: KvLayout, pool: Pool, model_len: int
+) -> CpuDecoder:
+    """The model on the CPU kernels, its weights from the cache folder if they were packed before.
+
+    Raises:
+        ConfigError: the checkpoint does not allow it.
+    """
+    with torch.inference_mode():
+        weights = _load_weights(checkpoint_config, config, layout.dtype)
+        cos_sin = rotary_table(checkpoint_config, model_len, torch.device("cpu"))
+    return CpuDecoder(checkpoint_config, weights, pool, cos_sin=cos_sin, kv=layout.kv_shape)
+
+
+def _load_weights(checkpoint_config: CheckpointConfig, config: WorkerConfig, dtype: torch.dtype) -> PackedModel:
+    folder = Path(config.model.model)
+    precision = str(dtype).removeprefix("torch.")
+    name = f"{folder.resolve().name}-{fingerprint(folder, precision)}-{precision}-{FORMAT}.safetensors"
+    path = _cache_folder(config) / "packed" / name
+    since = time.monotonic()
+    weights = load_packed(checkpoint_config, path)
+    if weights is not None:
+        _log.info("weights.read", seconds=time.monotonic() - since, mib=weights.num_bytes / 2**20)
+        return weights
+    checkpoint = Checkpoint(folder, dtype=dtype, device=torch.device("cpu"))
+    weights = pack_model(checkpoint_config, checkpoint)
+    ignored = ("rotary_emb.inv_freq", "lm_head.weight") if checkpoint_config.is_tied else ("rotary_emb.inv_freq",)
+    checkpoint.close(ignored=ignored)
+    save_packed(weights, path)
+    _log.info("weights.packed", seconds=time.monotonic() - since, mib=weights.num_bytes / 2**20, file=path)
+    return weights
+
+
+def _cache_folder(config: WorkerConfig) -> Path:
+    chosen = config.engine.cache_dir
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "quire"

@@ -1,0 +1,201 @@
+"""A decoder's weights in the CPU kernels' order, and their file in the cache folder.
+
+Packing takes seconds a gigabyte, so what was packed once is kept as safetensors under a name made of the checkpoint's
+fingerprint, the precision and `FORMAT`; the next start only reads it. The weights themselves are copied into an arena
+of huge pages (kernels/cpu/arena.py), the file is not mapped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gpu_worker.model.config import CheckpointConfig
+from gpu_worker.model.loader import Checkpoint
+from gpu_worker.model.weights import Projection, read_layer, read_outer
+from kernels.cpu.arena import Arena
+from kernels.cpu.linear import PackedWeight, interleave, pack_float
+from kernels.cpu.ops import Dtype
+from shared.logs import get_log
+
+FORMAT = 1
+"""Raise it when the order of panels changes: files of another format are packed again."""
+
+_log = get_log("packed_weights")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedProjection:
+    """A linear's weight and its bias [out] float32, if it has one."""
+
+    weight: PackedWeight
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLayer:
+    """One decoder block. `gate_up` alternates panels of gate and up. Norms are float32."""
+
+    input_norm: Tensor
+    qkv: PackedProjection
+    output: PackedProjection
+    mlp_norm: Tensor
+    gate_up: PackedProjection
+    down: PackedProjection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedModel:
+    """All weights. `embedding` is the packed head itself where they are tied."""
+
+    embedding: PackedWeight
+    layers: tuple[PackedLayer, ...]
+    norm: Tensor
+    head: PackedWeight
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the weights take."""
+        weights = {id(w): w for w in (self.embedding, self.head, *_weights(self.layers))}
+        return sum(weight.num_bytes for weight in weights.values())
+
+
+def pack_model(config: CheckpointConfig, checkpoint: Checkpoint) -> PackedModel:
+    """The checkpoint's weights, packed layer by layer."""
+    outer = read_outer(config, checkpoint)
+    arena = Arena(_capacity(config, outer.embedding.element_size()))
+    head = pack_float(outer.head).moved(arena)
+    embedding = head if config.is_tied else pack_float(outer.embedding).moved(arena)
+    layers = tuple(_pack_layer(config, checkpoint, layer, arena) for layer in range(config.num_layers))
+    return PackedModel(embedding=embedding, layers=layers, norm=outer.norm.float(), head=head)
+
+
+def save_packed(model: PackedModel, path: Path) -> None:
+    """Write `model` to `path`; a failure only costs the next start its time."""
+    tensors: dict[str, Tensor] = {}
+    shapes: dict[str, Any] = {}
+    for name, part in _flatten(model):
+        if isinstance(part, PackedWeight):
+            shapes[name] = [part.dtype.name, part.in_features, part.out_features]
+            tensors |= {f"{name}.{key}": tensor for key, tensor in part.tensors().items()}
+        else:
+            tensors[name] = part
+    made = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, made, metadata={"weights": json.dumps(shapes)})
+        made.rename(path)
+    except (OSError, SafetensorError) as error:
+        _log.warning("weights.unsaved", path=path, error=error)
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def load_packed(config: CheckpointConfig, path: Path) -> PackedModel | None:
+    """What `save_packed` wrote to `path`; None when there is no such file, or it is not whole."""
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            return _Reading(file, Arena(path.stat().st_size)).model(config)
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+        _log.warning("weights.unreadable", path=path, error=error)
+        return None
+
+
+class _Reading:
+    """One file being read into an arena."""
+
+    def __init__(self, file: Any, arena: Arena) -> None:
+        self._file = file
+        self._arena = arena
+        self._names = frozenset(file.keys())
+        self._shapes = json.loads(file.metadata()["weights"])
+
+    def model(self, config: CheckpointConfig) -> PackedModel:
+        head = self._weight("head")
+        return PackedModel(
+            embedding=head if config.is_tied else self._weight("embedding"),
+            layers=tuple(self._layer(f"layers.{layer}.") for layer in range(config.num_layers)),
+            norm=self._tensor("norm"),
+            head=head,
+        )
+
+    def _layer(self, name: str) -> PackedLayer:
+        parts = {part: self._projection(name + part) for part in ("qkv", "output", "gate_up", "down")}
+        norms = {norm: self._tensor(name + norm) for norm in ("input_norm", "mlp_norm")}
+        return PackedLayer(**norms, **parts)  # type: ignore[arg-type]
+
+    def _projection(self, name: str) -> PackedProjection:
+        bias = self._tensor(f"{name}.bias") if f"{name}.bias" in self._names else None
+        return PackedProjection(weight=self._weight(name), bias=bias)
+
+    def _weight(self, name: str) -> PackedWeight:
+        dtype, in_features, out_features = self._shapes[name]
+        parts = {part: self._tensor(f"{name}.{part}") for part in ("panels", "scales")
+                 if f"{name}.{part}" in self._names}  # fmt: skip
+        return PackedWeight(dtype=Dtype[dtype], in_features=in_features, out_features=out_features, **parts)
+
+    def _tensor(self, name: str) -> Tensor:
+        return self._arena.copy(self._file.get_tensor(name))
+
+
+def _pack_layer(config: CheckpointConfig, checkpoint: Checkpoint, layer: int, arena: Arena) -> PackedLayer:
+    weights = read_layer(config, checkpoint, layer)
+
+    def pack(projection: Projection) -> PackedProjection:
+        bias = None if projection.bias is None else projection.bias.float()
+        return PackedProjection(weight=pack_float(projection.weight).moved(arena), bias=bias)
+
+    gate, up = weights.gate, weights.up
+    gate_up = Projection(
+        weight=interleave(gate.weight, up.weight),
+        bias=None if gate.bias is None or up.bias is None else interleave(gate.bias, up.bias),
+    )
+    return PackedLayer(
+        input_norm=weights.input_norm.float(),
+        qkv=pack(weights.qkv),
+        output=pack(weights.output),
+        mlp_norm=weights.mlp_norm.float(),
+        gate_up=pack(gate_up),
+        down=pack(weights.down),
+    )
+
+
+def _capacity(config: CheckpointConfig, element_size: int) -> int:
+    """Bytes of the arena: every weight in `element_size`, with room for each one's padding."""
+    hidden, ffn, size = config.hidden_size, config.intermediate_size, config.head_size
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * size
+    shapes = [(qkv, hidden), (hidden, config.num_heads * size), (2 * ffn + 32, hidden), (hidden, ffn)]
+    shapes = config.num_layers * shapes + (1 if config.is_tied else 2) * [(config.vocab_size, hidden)]
+    return sum((out + 16) * (width + 32) * element_size for out, width in shapes)
+
+
+def _weights(layers: tuple[PackedLayer, ...]) -> Iterator[PackedWeight]:
+    for layer in layers:
+        for projection in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            yield projection.weight
+
+
+def _flatten(model: PackedModel) -> Iterator[tuple[str, PackedWeight | Tensor]]:
+    """Every weight and tensor with its name in the file."""
+    yield "head", model.head
+    if model.embedding is not model.head:
+        yield "embedding", model.embedding
+    yield "norm", model.norm
+    for i, layer in enumerate(model.layers):
+        yield f"layers.{i}.input_norm", layer.input_norm
+        yield f"layers.{i}.mlp_norm", layer.mlp_norm
+        for part in ("qkv", "output", "gate_up", "down"):
+            projection: PackedProjection = getattr(layer, part)
+            yield f"layers.{i}.{part}", projection.weight
+            if projection.bias is not None:
+                yield f"layers.{i}.{part}.bias", projection.bias

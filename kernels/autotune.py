@@ -1,0 +1,72 @@
+"""The sizes that kernels are launched with: a table with reasons, nothing is tried out when a worker starts.
+
+Why a table: trying out takes seconds a shape at the first request that has it, and two workers of one cell that
+picked differently would give other last bits for the same request. `quire bench gpu` times the kernels against
+their limit; whoever changes a line here runs it before and after and writes down the card.
+
+No card has run these yet. Each line was chosen from its resource report (docs/kernels.md): no spills in bfloat16 and
+float16, and room for at least two programs a multiprocessor where the kernel is bound by memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from kernels.launch import MIN_DOT, power_of_2
+
+# Keys of one split of a decode row, part of the numbers. 256 keys of one KV head are 128 KiB at head size 128: 64
+# splits of one 16k sequence with one KV head are work for half of a card, and the partial results that a split writes
+# and the combination reads are 8 · group bytes for every 1,024 bytes of keys and values (6 % at group 8).
+SPLIT_TOKENS = 256
+# Keys and values of the next tile are under way while one is worked on. Five stages, since a tile's block ids have to
+# be there before its keys can be asked for: with 3 or 4 stages triton 3.7.1 keeps one buffer of keys and asks for the
+# next tile only when this one is done (to see it: count the local_alloc of keys in the compiled kernel's ttgir).
+NUM_STAGES = 5
+COMBINED_SPLITS = 16  # taken at once by the combination, part of the numbers
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTile:
+    """Sizes of a program of paged attention: `rows` folded query rows (query × head of the group), `keys` at once."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def decode_tile(dtype: torch.dtype, head_size: int, group: int) -> AttentionTile:
+    """For chunks whose folded rows fit into one tile of the least size: bound by memory."""
+    rows = power_of_2(group, MIN_DOT)
+    if dtype == torch.float32 or head_size > 128:
+        return AttentionTile(rows, keys=16, num_warps=8, num_stages=2)
+    return AttentionTile(rows, keys=64, num_warps=4, num_stages=NUM_STAGES)
+
+
+def prompt_tile(dtype: torch.dtype, head_size: int, group: int, capability: int) -> AttentionTile:
+    """For longer chunks: bound by arithmetic. sm_80 spills with 64 keys at head size 128, sm_90 (whose products read
+    both operands from shared memory) does not. float32 has no tensor cores to feed: small tiles.
+
+    Args:
+        capability: the card's major compute capability.
+    """
+    if dtype == torch.float32:
+        return AttentionTile(power_of_2(group, 32), keys=16, num_warps=8, num_stages=2)
+    if head_size > 128:
+        return AttentionTile(power_of_2(group, 64), keys=32, num_warps=8, num_stages=2)
+    keys = 64 if capability >= 9 or head_size <= 64 else 32
+    return AttentionTile(power_of_2(group, 128), keys=keys, num_warps=8, num_stages=NUM_STAGES)
+
+
+def row_warps(width: int) -> int:
+    """Warps of a program that holds one row of `width` elements: at most 16 elements a thread up to 16,384."""
+    return min(16, max(1, power_of_2(width) // 512))
+
+
+@cache
+def major_capability(device: torch.device) -> int:
+    """Of the card; 9 for a CPU, where the interpreter runs."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9

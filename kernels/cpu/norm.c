@@ -1,0 +1,85 @@
+/* RMS norm of rows, and rows to int8.
+ *
+ * The squares of a row are added in four vectors, vector after vector, then lane by lane in one tree: an order that
+ * depends on `hidden` only.
+ */
+#include "ops.h"
+#include "rows.h"
+
+#include <math.h>
+
+#define NUM_SUMS 4
+
+static float mean_square(const float *x, int64_t width) {
+    __m512 sums[NUM_SUMS] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+    int64_t k = 0;
+    for (; k + NUM_SUMS * LANES <= width; k += NUM_SUMS * LANES)
+#pragma GCC unroll 4
+        for (int i = 0; i < NUM_SUMS; i++) {
+            const __m512 v = _mm512_loadu_ps(x + k + i * LANES);
+            sums[i] = _mm512_fmadd_ps(v, v, sums[i]);
+        }
+    for (; k < width; k += LANES) {
+        const __m512 v = _mm512_maskz_loadu_ps(first_lanes(width - k), x + k);
+        sums[0] = _mm512_fmadd_ps(v, v, sums[0]);
+    }
+    const __m512 sum = _mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3]));
+    return _mm512_reduce_add_ps(sum) / (float)width;
+}
+
+static void normalize(const norm_args *a, const float *x, float *out) {
+    const __m512 factor = _mm512_set1_ps(1.0f / sqrtf(mean_square(x, a->hidden) + a->eps));
+    for (int64_t k = 0; k < a->hidden; k += LANES) {
+        const __mmask16 lanes = first_lanes(a->hidden - k);
+        const __m512 v = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, x + k), factor);
+        _mm512_mask_storeu_ps(out + k, lanes, _mm512_mul_ps(v, _mm512_maskz_loadu_ps(lanes, a->scale + k)));
+    }
+}
+
+static void norm_row(const norm_args *a, const float *x, int64_t row) {
+    const int64_t size = a->out_dtype == F32 ? 4 : a->out_dtype == BF16 ? 2 : 1;
+    char *out = (char *)a->out + row * a->out_stride * size;
+    float *wide = a->out_dtype == F32 ? (float *)out : scratch(a->hidden * 4);
+    normalize(a, x, wide);
+    if (a->out_dtype == BF16) narrow_row(wide, (uint16_t *)out, a->hidden);
+    if (a->out_dtype == INT8)
+        a->out_scales[row] = quantize_row(wide, (int8_t *)out, a->hidden);
+    else
+        clear_padding(out, a->hidden * size, a->out_stride * size);
+}
+
+static int64_t norm_num_rows(const norm_args *a, const step *step) {
+    return a->use_wanted ? step->num_wanted : step->num_rows;
+}
+
+static int64_t norm_num_tiles(const void *args, const step *step, int num_threads) {
+    return row_tiles(norm_num_rows(args, step), num_threads);
+}
+
+static void norm_run_tile(const void *args, const step *step, int64_t tile, int thread, int num_threads) {
+    const norm_args *a = args;
+    const row_range rows = rows_of_tile(norm_num_rows(a, step), tile, num_threads);
+    for (int64_t i = rows.begin; i < rows.end; i++)
+        norm_row(a, a->in + (a->use_wanted ? step->wanted_rows[i] : i) * a->hidden, i);
+}
+
+static int64_t quantize_num_tiles(const void *args, const step *step, int num_threads) {
+    return row_tiles(step->num_rows, num_threads);
+}
+
+static void quantize_run_tile(const void *args, const step *step, int64_t tile, int thread, int num_threads) {
+    const quantize_args *a = args;
+    const row_range rows = rows_of_tile(step->num_rows, tile, num_threads);
+    for (int64_t i = rows.begin; i < rows.end; i++) {
+        const float *wide = (const float *)a->in + i * a->in_stride;
+        if (a->in_dtype == BF16) {
+            float *copy = scratch(a->width * 4);
+            widen_row((const uint16_t *)a->in + i * a->in_stride, copy, a->width);
+            wide = copy;
+        }
+        a->out_scales[i] = quantize_row(wide, a->out + i * a->out_stride, a->width);
+    }
+}
+
+const op_class norm_class = {norm_num_tiles, norm_run_tile, NULL};
+const op_class quantize_class = {quantize_num_tiles, quantize_run_tile, NULL};

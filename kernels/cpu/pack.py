@@ -1,0 +1,98 @@
+"""Quantized weights in panels for the CPU kernels (ops.h has the orders), and back."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.cpu.linear import LANES, PackedWeight, aligned_bytes
+from kernels.cpu.ops import Dtype
+from kernels.quantized_linear import GROUP, QuantizedWeight
+
+_GROUP_BYTES = GROUP * LANES // 2 + LANES * 2
+_ZERO_POINT = 8
+_SIGN = -128
+"""Turns int8 into uint8 + 128 and back."""
+_PANELS_AT_ONCE = 256
+
+
+def pack_quantized(weight: QuantizedWeight) -> PackedWeight:
+    """`weight` in panels; its tensors are not needed afterwards."""
+    return _pack_int4(weight) if weight.is_int4 else _pack_int8(weight)
+
+
+def unpack_quantized(packed: PackedWeight) -> QuantizedWeight:
+    """The weight that `pack_quantized` was given."""
+    return _unpack_int4(packed) if packed.dtype == Dtype.INT4 else _unpack_int8(packed)
+
+
+def _pack_int8(weight: QuantizedWeight) -> PackedWeight:
+    out_features, in_features = weight.values.shape
+    padding = -out_features % LANES
+    values = F.pad(weight.values, (0, -in_features % 4, 0, padding)) ^ _SIGN
+    panels = aligned_bytes(values.numel())
+    columns = values.shape[1] // 4
+    panels.view(torch.int32).view(-1, columns, LANES).copy_(
+        values.view(torch.int32).view(-1, LANES, columns).transpose(1, 2)
+    )
+    return PackedWeight(
+        dtype=Dtype.INT8,
+        in_features=in_features,
+        out_features=out_features,
+        panels=panels,
+        scales=F.pad(weight.scales, (0, padding)),
+    )
+
+
+def _unpack_int8(packed: PackedWeight) -> QuantizedWeight:
+    assert packed.scales is not None
+    columns = -(-packed.in_features // 4)
+    values = packed.panels.view(torch.int32).view(-1, columns, LANES).transpose(1, 2)
+    values = values.reshape(-1).view(torch.int8).view(-1, columns * 4) ^ _SIGN
+    return QuantizedWeight(
+        values=values[: packed.out_features, : packed.in_features].contiguous(),
+        scales=packed.scales[: packed.out_features],
+    )
+
+
+def _pack_int4(weight: QuantizedWeight) -> PackedWeight:
+    out_features, in_features = weight.values.shape
+    num_groups = weight.scales.shape[1]
+    num_panels = -(-out_features // LANES)
+    panels = aligned_bytes(num_panels * num_groups * _GROUP_BYTES)
+    by_panel = panels.view(num_panels, num_groups, _GROUP_BYTES)
+    for first in range(0, num_panels, _PANELS_AT_ONCE):
+        some = slice(first * LANES, (first + _PANELS_AT_ONCE) * LANES)
+        values, scales = weight.values[some], weight.scales[some]
+        padding = -values.shape[0] % LANES
+        values = F.pad(values, (0, -in_features % GROUP, 0, padding)) + _ZERO_POINT
+        chunk = by_panel[first : first + _PANELS_AT_ONCE]
+        chunk[..., : -2 * LANES] = _nibbles(values.view(torch.uint8), num_groups)
+        chunk[..., -2 * LANES :] = _scales_by_panel(F.pad(scales, (0, 0, 0, padding)))
+    return PackedWeight(dtype=Dtype.INT4, in_features=in_features, out_features=out_features, panels=panels)
+
+
+def _nibbles(values: Tensor, num_groups: int) -> Tensor:
+    """[panels, groups, bytes] from numbers 0 .. 15 [outputs, in]: byte [v][o][b] holds 8v + b and 8v + 4 + b."""
+    halves = values.view(torch.int32).view(-1, LANES, num_groups, 4, 2)
+    both = halves[..., 0] | halves[..., 1] << 4
+    return both.permute(0, 2, 3, 1).contiguous().view(torch.uint8).view(-1, num_groups, GROUP * LANES // 2)
+
+
+def _scales_by_panel(scales: Tensor) -> Tensor:
+    by_panel = scales.view(-1, LANES, scales.shape[1]).transpose(1, 2).contiguous()
+    return by_panel.view(torch.uint8)
+
+
+def _unpack_int4(packed: PackedWeight) -> QuantizedWeight:
+    num_groups = -(-packed.in_features // GROUP)
+    by_panel = packed.panels.view(-1, num_groups, _GROUP_BYTES)
+    nibbles = by_panel[..., : -2 * LANES].contiguous().view(-1, num_groups, 4, LANES, 4)
+    values = torch.stack((nibbles & 15, nibbles >> 4), dim=-2).permute(0, 3, 1, 2, 4, 5)
+    values = values.reshape(-1, num_groups * GROUP).view(torch.int8) - _ZERO_POINT
+    scales = by_panel[..., -2 * LANES :].contiguous().view(torch.float16).transpose(1, 2)
+    return QuantizedWeight(
+        values=values[: packed.out_features, : packed.in_features].contiguous(),
+        scales=scales.reshape(-1, num_groups)[: packed.out_features].contiguous(),
+    )

@@ -1,0 +1,199 @@
+"""An engine in this very process, stepped and timed: no services, no Redis, nothing between the steps."""
+
+from __future__ import annotations
+
+import random
+import shlex
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpu_worker.engine.batch_plan import BatchPlan, DrawnToken, ModelRunner
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.sequence import Sequence as EngineSequence
+from quire.bench.statistics import percentile
+from shared import flags
+from shared.config import WorkerConfig
+from shared.ids import RequestId
+from shared.messages import SamplingParams
+
+PARTS = ("plan", "inputs", "forward", "sampling", "rest of run", "keep", "view")
+"""Of a step, in their order; what a runner names beside these comes last. A step that only takes the likeliest tokens
+has no sampling: that is in forward."""
+
+
+class NullRunner:
+    """A model that takes no time: what is left of a step is the engine's bookkeeping."""
+
+    max_model_len = 1 << 20
+
+    def __init__(self, num_blocks: int, block_size: int = 16) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.key_cost = 0.0
+        self._token = DrawnToken(7)
+
+    def run(self, plan: BatchPlan) -> list[DrawnToken]:
+        return [self._token for chunk in plan.chunks if chunk.is_sampling]
+
+    def forget(self, sequence: EngineSequence) -> None:
+        pass
+
+
+class TimedRunner:
+    """Passes everything on to `runner` and notes when its last run began and ended."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.num_blocks = runner.num_blocks
+        self.block_size = runner.block_size
+        self.key_cost = runner.key_cost
+        self.began_at = self.ended_at = 0.0
+
+    def run(self, plan: BatchPlan) -> list[DrawnToken]:
+        self.began_at = time.perf_counter()
+        drawn = self._runner.run(plan)
+        self.ended_at = time.perf_counter()
+        return drawn
+
+    def forget(self, sequence: EngineSequence) -> None:
+        self._runner.forget(sequence)
+
+    def profile(self) -> dict[str, float]:
+        """Seconds by part so far, as far as the runner tells."""
+        tell = getattr(self._runner, "profile", None)
+        return dict(tell()) if tell is not None else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedSteps:
+    """Of some steps: the wall and the processor time (all threads) of each, and the mean seconds of each part; a view
+    is made after each step and lies outside of its wall time."""
+
+    wall_s: tuple[float, ...]
+    cpu_s: tuple[float, ...]
+    view_s: tuple[float, ...]
+    parts_s: dict[str, float]
+
+    @property
+    def median_s(self) -> float:
+        return percentile(self.wall_s, 50)
+
+    @property
+    def median_cpu_s(self) -> float:
+        return percentile(self.cpu_s, 50)
+
+    @property
+    def median_view_s(self) -> float:
+        return percentile(self.view_s, 50)
+
+
+class Bench:
+    """An engine over `runner` and ways to time it.
+
+    Args:
+        budget: most tokens in a step.
+    """
+
+    def __init__(self, runner: ModelRunner, *, max_model_len: int, max_num_seqs: int, budget: int) -> None:
+        self._runner = TimedRunner(runner)
+        self.engine = Engine(
+            self._runner, max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+        )
+
+    def add(self, sequences: Iterable[EngineSequence]) -> None:
+        """Let the engine take these in."""
+        for sequence in sequences:
+            self.engine.add(sequence)
+
+    def step_until_drawn(self, sequences: Sequence[EngineSequence]) -> TimedSteps:
+        """Compute all prompts: until each of `sequences` has its first token."""
+        times = _Recorder(self._runner)
+        while any(sequence.num_output == 0 for sequence in sequences):
+            times.step(self.engine)
+        return times.result()
+
+    def step(self, count: int, *, before_each: Callable[[], None] = lambda: None) -> TimedSteps:
+        """`count` steps; `before_each` is not timed."""
+        times = _Recorder(self._runner)
+        for _ in range(count):
+            before_each()
+            times.step(self.engine)
+        return times.result()
+
+
+class _Recorder:
+    def __init__(self, runner: TimedRunner) -> None:
+        self._runner = runner
+        self._wall_s: list[float] = []
+        self._cpu_s: list[float] = []
+        self._view_s: list[float] = []
+        self._parts = dict.fromkeys(("plan", "rest of run", "keep"), 0.0)
+        self._before = runner.profile()
+
+    def step(self, engine: Engine) -> None:
+        cpu_s, began_at = time.process_time(), time.perf_counter()
+        engine.step()
+        ended_at, runner = time.perf_counter(), self._runner
+        self._cpu_s.append(time.process_time() - cpu_s)
+        viewed_at = time.perf_counter()
+        engine.view()
+        self._view_s.append(time.perf_counter() - viewed_at)
+        self._wall_s.append(ended_at - began_at)
+        self._parts["plan"] += runner.began_at - began_at
+        self._parts["rest of run"] += runner.ended_at - runner.began_at
+        self._parts["keep"] += ended_at - runner.ended_at
+
+    def result(self) -> TimedSteps:
+        parts = self._parts | {"view": sum(self._view_s)}
+        for name, seconds in self._runner.profile().items():
+            parts[name] = seconds - self._before.get(name, 0.0)
+            if "." not in name:
+                parts["rest of run"] -= parts[name]
+        count = max(1, len(self._wall_s))
+        means = {name: seconds / count for name, seconds in parts.items()}
+        return TimedSteps(
+            wall_s=tuple(self._wall_s), cpu_s=tuple(self._cpu_s), view_s=tuple(self._view_s), parts_s=means
+        )
+
+
+def make_sequence(rank: int, prompt: list[int], *, max_tokens: int) -> EngineSequence:
+    """A greedy request of one sequence; the engine takes them in the order of their rank."""
+    return EngineSequence(
+        request_id=RequestId(f"bench-{rank:06}"),
+        attempt=1,
+        choice=0,
+        rank=rank,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        sampling=SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0),
+    )
+
+
+def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Prompts of `length` token ids, the same in every run."""
+    draw = random.Random(length)
+    return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def worker_config(model: Path, engine_flags: str, *more: str) -> WorkerConfig:
+    """What a worker would be started with. Raises `ConfigError` for a wrong flag."""
+    argv = [f"--model={model}", *more, *shlex.split(engine_flags)]
+    return flags.parse(WorkerConfig, argv, {}, program="python -m gpu_worker")
+
+
+def describe(times: TimedSteps) -> str:
+    """Parts of a step as lines of text, shares of step and view together; parts of parts are indented."""
+    total = sum(seconds for name, seconds in times.parts_s.items() if "." not in name)
+    lines = [f"  {'part':24}{'µs/step':>12}{'share':>9}"]
+    for name in sorted(times.parts_s, key=_place):
+        seconds = times.parts_s[name]
+        shown = "  " * name.count(".") + name.rpartition(".")[2]
+        lines.append(f"  {shown:24}{1e6 * seconds:12.1f}{100 * seconds / max(total, 1e-12):8.1f} %")
+    return "\n".join(lines)
+
+
+def _place(name: str) -> tuple[int, str]:
+    top = name.partition(".")[0]
+    return PARTS.index(top) if top in PARTS else len(PARTS), name

@@ -1,0 +1,204 @@
+"""Compile the Triton kernels ahead of time and print what they take of a multiprocessor, one JSON line each.
+
+Needs no GPU, and a process that has not imported triton as an interpreter:
+
+    python tests/kernels/gpu/resources.py            # what the tests look at (half a minute)
+    python tests/kernels/gpu/resources.py --all      # all head sizes, block sizes, dtypes and groups
+
+A kernel is compiled as a launch with aligned tensors would: pointers and long strides divisible by 16, strides of 1 as
+constants.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels import autotune
+from kernels.gpu import kv_copy, kv_write, paged_attention, rms_norm, rotary, sampling, silu_mul
+from kernels.launch import MIN_DOT, power_of_2
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+REPORT = re.compile(
+    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.DOTALL
+)
+# tiles of keys and of values that a loop keeps in shared memory
+BUFFERS = re.compile(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One kernel with its arguments' types (`*` pointers), constants and options."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, int] = field(default_factory=dict)
+
+
+def compile_variant(variant: Variant, capability: int) -> dict[str, object]:
+    """The resources of `variant` on sm_`capability`."""
+    target = GPUTarget("cuda", capability, 32)
+    names = variant.kernel.arg_names
+    signature = {name: "constexpr" if name in variant.constants else variant.types.get(name, "i32") for name in names}
+    aligned = [i for i, name in enumerate(names) if signature[name][0] == "*" or name.startswith("stride_")]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in aligned if signature[names[i]] != "constexpr"}
+    source = ASTSource(variant.kernel, signature, variant.constants, attrs)
+    compiled = triton.compile(source, target=target, options=variant.options)
+    report = _assemble(compiled.asm["ptx"], capability)
+    buffers = [int(number) for number in BUFFERS.findall(compiled.asm["ttgir"])]
+    return {
+        "name": variant.name,
+        "sm": capability,
+        "shared_bytes": compiled.metadata.shared,
+        "buffers": min(buffers, default=0),
+        **variant.options,
+        **report,
+    }
+
+
+def _assemble(ptx: str, capability: int) -> dict[str, int]:
+    """What the assembler says of the one kernel in `ptx`."""
+    architecture = f"sm_{capability}a" if capability == 90 else f"sm_{capability}"
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [str(assembler), "-v", f"--gpu-name={architecture}", file.name, "-o", "/dev/null"]
+        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    found = REPORT.search(log)
+    assert found, log
+    stack, stores, loads, registers = map(int, found.groups())
+    return {"registers": registers, "spill_bytes": stores + loads, "stack_bytes": stack}
+
+
+def attention(dtype: str, head_size: int, block_size: int, group: int, capability: int) -> Iterator[Variant]:
+    """Both kinds of the attention kernel."""
+    pointers = dict.fromkeys(("out_ptr", "query_ptr", "key_ptr", "value_ptr"), f"*{dtype}")
+    pointers |= {"partial_ptr": "*fp32", "stats_ptr": "*fp32", "scale": "fp32"}
+    pointers |= {f"{name}_ptr": "*i32" for name in
+                 ("query_starts", "context_lens", "table", "item_starts", "item_sequences")}  # fmt: skip
+    decode = autotune.decode_tile(DTYPES[dtype], head_size, group)
+    prompt = autotune.prompt_tile(DTYPES[dtype], head_size, group, capability // 10)
+    for kind, tile in (("split", decode), ("prompt", prompt)):
+        constants = {
+            "GROUP": group, "HEAD_SIZE": head_size, "BLOCK_SIZE": block_size, "SPLIT": autotune.SPLIT_TOKENS,
+            "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "BLOCK_D": power_of_2(head_size, MIN_DOT),
+            "USE_SPLITS": kind == "split", "stride_key_dim": 1, "stride_value_dim": 1,
+        }  # fmt: skip
+        yield Variant(
+            name=f"attention {kind} {dtype} head {head_size} block {block_size} group {group}",
+            kernel=paged_attention._paged_attention_kernel,
+            types=pointers,
+            constants=constants,
+            options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        )
+
+
+def combination(dtype: str, head_size: int, group: int) -> Variant:
+    types = {"out_ptr": f"*{dtype}", "partial_ptr": "*fp32", "stats_ptr": "*fp32"}
+    types |= {f"{name}_ptr": "*i32" for name in ("query_starts", "context_lens", "item_starts")}
+    rows = autotune.decode_tile(DTYPES[dtype], head_size, group).rows
+    constants = {
+        "GROUP": group, "HEAD_SIZE": head_size, "SPLIT": autotune.SPLIT_TOKENS, "BLOCK_M": rows,
+        "BLOCK_S": autotune.COMBINED_SPLITS, "BLOCK_D": power_of_2(head_size),
+    }  # fmt: skip
+    return Variant(name=f"combination {dtype} head {head_size} group {group}",
+                   kernel=paged_attention._combine_kernel, types=types, constants=constants)  # fmt: skip
+
+
+def rows(dtype: str, hidden: int, head_size: int) -> Iterator[Variant]:
+    """Norm, gate, rotation, write and copy."""
+    names = (
+        "out",
+        "x",
+        "residual",
+        "weight",
+        "gate_up",
+        "key",
+        "value",
+        "key_cache",
+        "value_cache",
+        "source",
+        "target",
+    )
+    same = {f"{name}_ptr": f"*{dtype}" for name in names}
+    same |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "slots_ptr": "*i64", "eps": "fp32",
+             "source_ids_ptr": "*i64", "target_ids_ptr": "*i64"}  # fmt: skip
+    for use_residual in (False, True):
+        yield Variant(
+            name=f"{'add and ' if use_residual else ''}norm {dtype} {hidden}", kernel=rms_norm._rms_norm_kernel,
+            types=same,
+            constants={"SIZE": hidden, "BLOCK": power_of_2(hidden), "USE_RESIDUAL": use_residual},
+            options={"num_warps": autotune.row_warps(hidden)},
+        )  # fmt: skip
+    yield Variant(name=f"silu·mul {dtype}", kernel=silu_mul._silu_mul_kernel, types=same,
+                  constants={"SIZE": 4 * hidden, "BLOCK": silu_mul.BLOCK})  # fmt: skip
+    yield Variant(
+        name=f"rotary {dtype} head {head_size}", kernel=rotary._rotary_kernel, types=same, options={"num_warps": 2},
+        constants={"HALF": head_size // 2, "BLOCK_H": rotary.HEADS, "BLOCK_D": power_of_2(head_size // 2)},
+    )  # fmt: skip
+    yield Variant(
+        name=f"kv write {dtype} head {head_size}", kernel=kv_write._kv_write_kernel, types=same,
+        options={"num_warps": 2},
+        constants={"HEADS": 8, "HEAD_SIZE": head_size, "BLOCK_SIZE": 16, "BLOCK_H": 8, "BLOCK_D": power_of_2(head_size),
+                   "stride_key_dim": 1, "stride_value_dim": 1},
+    )  # fmt: skip
+    yield Variant(name=f"block copy {dtype}", kernel=kv_copy._kv_copy_kernel, types=same,
+                  constants={"SIZE": 2 * 16 * 8 * head_size, "BLOCK": kv_copy.BLOCK})  # fmt: skip
+
+
+def draws(vocab: int) -> Iterator[Variant]:
+    """The sampling kernels."""
+    types = {"best_ptr": "*fp32", "best_id_ptr": "*i32", "logits_ptr": "*fp32", "sum_ptr": "*fp64", "out_ptr": "*i64",
+             "numbers_ptr": "*fp64"}  # fmt: skip
+    tiles = {"VOCAB": vocab, "TILE": sampling.TILE}
+    block_t = {"BLOCK_T": power_of_2(-(-vocab // sampling.TILE))}
+    token = {"stride_token": 1}
+    yield Variant(name="best of tile", kernel=sampling._best_of_tile_kernel, types=types, constants=tiles | token)
+    yield Variant(name="best of row", kernel=sampling._best_of_row_kernel, types=types, constants=block_t,
+                  options={"num_warps": 1})  # fmt: skip
+    yield Variant(name="weigh tile", kernel=sampling._weigh_tile_kernel, types=types, constants=tiles | block_t | token)
+    yield Variant(name="draw", kernel=sampling._draw_kernel, types=types, constants=tiles | block_t | token)
+    yield Variant(
+        name="uniform", kernel=sampling._uniform_kernel, constants={"BLOCK": sampling.UNIFORM_BLOCK},
+        types={"out_ptr": "*fp64", "seeds_ptr": "*i64", "choices_ptr": "*i64", "positions_ptr": "*i64"},
+    )  # fmt: skip
+
+
+def variants(capability: int, *, is_complete: bool) -> Iterator[Variant]:
+    """What is compiled for sm_`capability`."""
+    shapes: Any = itertools.product(DTYPES, (64, 128, 256), (8, 16, 32), (1, 4, 7, 8))
+    if not is_complete:
+        shapes = (("bf16", 64, 16, 7), ("fp16", 128, 8, 1), ("bf16", 128, 32, 4), ("bf16", 256, 16, 4))
+    for dtype, head_size, block_size, group in shapes:
+        yield from attention(dtype, head_size, block_size, group, capability)
+    for dtype, head_size, hidden in (("bf16", 64, 896), ("fp16", 128, 4096)):
+        yield combination(dtype, head_size, 8)
+        yield from rows(dtype, hidden, head_size)
+    yield from draws(151_936)
+
+
+def main() -> None:
+    is_complete = "--all" in sys.argv[1:]
+    for capability in (80, 90):
+        for variant in variants(capability, is_complete=is_complete):
+            print(json.dumps(compile_variant(variant, capability), ensure_ascii=False), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""`quire bench step` and `quire bench growth` on the test model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from gpu_worker.engine.sequence import SequenceStatus
+from quire.bench import growth, step, stepping
+from quire.bench.queued_policy import QueuedPolicy
+from quire.bench.stepping import Bench, NullRunner
+from shared.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where the model is made once."""
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+def test_profile_shows_every_part(cache_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All parts of a step should be shown with their shares, and add up to the step and its view."""
+    path = tmp_path / "figures.json"
+    assert step.main(["--quick", "--profile", f"--cache-dir={cache_dir}", f"--json={path}"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {part} " in shown for part in stepping.PARTS if part != "sampling")
+    times = json.loads(path.read_text())["times"]
+    whole = (sum(times["wall_s"]) + sum(times["view_s"])) / len(times["wall_s"])
+    parts_s = [seconds for name, seconds in times["parts_s"].items() if "." not in name]
+    assert sum(parts_s) == pytest.approx(whole)
+    assert all(times["parts_s"][part] > 0 for part in ("plan", "inputs", "forward", "keep"))
+
+
+def test_prompts_can_be_timed(cache_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --prefill the steps that compute the prompts should be timed: one for two short prompts."""
+    assert step.main(["--quick", "--prefill", f"--cache-dir={cache_dir}"]) == 0
+    assert "prompts: 1 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("flag", "words"), [("--context=5000", "takes 4096"), ("--batch=4096", "does not fit")])
+def test_what_does_not_fit_is_refused(cache_dir: str, flag: str, words: str) -> None:
+    """More tokens than the model or the cache takes should be a clear error before anything is computed."""
+    with pytest.raises(ConfigError, match=words):
+        step.main(["test", "--context=3000", flag, f"--cache-dir={cache_dir}",
+                   "--engine-flags=--kv-cache-memory-bytes=8000000"])  # fmt: skip
+
+
+def test_growth_writes_every_chart(cache_dir: str, tmp_path: Path) -> None:
+    """Each chart should have a positive value at each of its points, in the JSON and in the plot."""
+    assert growth.main(["--quick", f"--cache-dir={cache_dir}", f"--out={tmp_path}"]) == 0
+    (figures,) = tmp_path.glob("growth-test-*.json")
+    charts = json.loads(figures.read_text())["charts"]
+    assert len(charts) == 8
+    for chart in charts:
+        for points in chart["series"].values():
+            assert len(points) == 2
+            assert all(x > 0 and y > 0 for x, y in points)
+    (plot,) = tmp_path.glob("growth-test-*.svg")
+    num_lines = sum(len(chart["series"]) for chart in charts)
+    assert len(list(ElementTree.parse(plot).iter("{http://www.w3.org/2000/svg}polyline"))) == num_lines
+
+
+def test_the_queue_keeps_its_length_while_it_is_measured() -> None:
+    """The policy should have as many requests waiting after the events as before, all slots taken."""
+    policy = QueuedPolicy(50)
+    times = policy.time_events(20)
+    assert policy.num_queued == 50
+    assert set(times) == {"report", "submit", "end and dispatch", "tick"}
+
+
+def test_steps_without_a_model_serve_every_sequence() -> None:
+    """The stand-in for a model should make sequences grow by a token a step and end."""
+    bench = Bench(NullRunner(64), max_model_len=256, max_num_seqs=4, budget=64)
+    sequences = [stepping.make_sequence(rank, [1, 2, 3], max_tokens=3) for rank in range(6)]
+    bench.add(sequences)
+    bench.step_until_drawn(sequences[:4])
+    assert [sequence.num_output for sequence in sequences] == [1, 1, 1, 1, 0, 0]
+    bench.step(5)
+    assert all(sequence.status is SequenceStatus.ENDED for sequence in sequences)
+    assert not bench.engine.has_work
+
+
+def test_prompts_are_the_same_in_every_run() -> None:
+    """Two runs should compute the same, or their times could not be compared."""
+    first, again = (stepping.random_prompts(2, 5, 100) for _ in range(2))
+    assert first == again
+    assert first[0] != first[1]
+
+
+def test_parts_of_parts_are_indented_and_not_counted_twice() -> None:
+    """What a runner tells by op should stand below its part; shares should be of the whole."""
+    parts = {"plan": 1e-6, "forward": 3e-6, "forward.attention": 2e-6, "keep": 0.0}
+    lines = stepping.describe(
+        stepping.TimedSteps(wall_s=(4e-6,), cpu_s=(4e-6,), view_s=(0.0,), parts_s=parts)
+    ).splitlines()
+    assert [line.split()[0] for line in lines] == ["part", "plan", "forward", "attention", "keep"]
+    assert [line.split()[2] for line in lines[1:]] == ["25.0", "75.0", "50.0", "0.0"]
+    assert lines[3].startswith("    attention")

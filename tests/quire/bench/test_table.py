@@ -1,0 +1,110 @@
+"""`quire bench table`: a real cell, measured; and what it leaves behind when it is stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from xml.etree import ElementTree
+
+import psutil
+import pytest
+
+from quire.bench import table
+from quire.bench.random_model import write_random_model
+from quire.bench.served import ServedModel
+from shared.errors import QuireError
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A cache with the test model in it."""
+    folder = tmp_path_factory.mktemp("cache")
+    write_random_model("test", folder / "bench" / "test")
+    return str(folder)
+
+
+def test_quick_run_measures_shows_and_writes(
+    cache_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One command should start a cell, measure it, print the table and write JSON and plot."""
+    assert table.main(["--quick", f"--cache-dir={cache_dir}", f"--out={tmp_path}"]) == 0
+    shown = capsys.readouterr().out
+    assert "| w1 time per output token, test-bf16 |" in shown
+    (figures,) = tmp_path.glob("table-*.json")
+    document = json.loads(figures.read_text())
+    result = document["results"]["test-bf16"]
+    assert [repeat["output_tokens"] for repeat in result["workloads"]["w1"]["repeats"]] == [128]
+    assert result["workloads"]["w1"]["others_cores"] >= 0
+    assert result["memory_beyond_bytes"] > 50e6
+    taken = result["memory_weight_bytes"] + result["memory_kv_bytes"]
+    assert result["memory_beyond_bytes"] == result["memory_resident_bytes"] - taken
+    assert result["start_s"] > 0
+    assert len(document["rows"]) == 3
+    (plot,) = tmp_path.glob("table-*.svg")
+    ElementTree.parse(plot)
+
+
+def test_a_peer_is_measured_beside_ours(cache_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Any OpenAI-style server should get the same workload, and columns of its own with the ratio."""
+    with ServedModel(Path(cache_dir, "bench", "test")) as peer:
+        flags = [f"--peer-url={peer.url}", "--peer-as=test-bf16", "--peer-model=test", f"--peer-pid={peer.pids[0]}"]
+        assert table.main(["--quick", f"--cache-dir={cache_dir}", f"--out={tmp_path}", *flags]) == 0
+    assert "| peer in this run | ours / peer |" in capsys.readouterr().out
+    (figures,) = tmp_path.glob("table-*.json")
+    document = json.loads(figures.read_text())
+    ours, theirs = (document["results"]["test-bf16"][whose]["w1"]["median"] for whose in ("workloads", "peer"))
+    assert document["rows"][0]["ours"] == ours["tpot_ms_p50"]
+    assert document["rows"][0]["peer_in_this_run"] == theirs["tpot_ms_p50"] > 0
+
+
+def test_what_is_not_built_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A storage whose flag `quire serve` does not have should be told, and be no failure."""
+    monkeypatch.setattr(table.flags, "names", lambda _: frozenset({"port"}))
+    result = table._measure_or_tell(table.CONFIGURATIONS["q05b-int4"], table.TableConfig())
+    assert result == {"left_out": "`quire serve` has no --quantization in this version"}
+
+
+def test_a_cell_that_cannot_start_tells_why(tmp_path: Path) -> None:
+    """The error should hold what `quire serve` said, not only that it ended."""
+    with pytest.raises(QuireError, match=r"(?s)ended with 2.*no such folder"), ServedModel(tmp_path / "nothing"):
+        pass
+
+
+def test_stopping_leaves_no_process(cache_dir: str, tmp_path: Path) -> None:
+    """Ctrl-C in the middle of a measurement should end every process that was started, and exit with 130."""
+    with _running(cache_dir, tmp_path) as (process, children):
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        _, left = psutil.wait_procs(children, timeout=10)
+        assert left == []
+
+
+@pytest.mark.slow
+def test_a_killed_measurement_leaves_no_process(cache_dir: str, tmp_path: Path) -> None:
+    """Even kill -9 should end everything that was started."""
+    with _running(cache_dir, tmp_path) as (process, children):
+        process.kill()
+        _, left = psutil.wait_procs(children, timeout=20)
+        assert left == []
+
+
+@contextmanager
+def _running(cache_dir: str, out: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A measurement that takes for ever, in the middle of its first workload, and all that it has started."""
+    command = [sys.executable, "-m", "quire", "bench", "table", "--configuration=test-bf16", "--workload=w1"]
+    command += ["--repeats=1000000", f"--cache-dir={cache_dir}", f"--out={out}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        assert process.stderr is not None
+        try:
+            next(line for line in process.stderr if line.startswith("w1 1/"))
+            children = psutil.Process(process.pid).children(recursive=True)
+            assert len(children) >= 5, "launcher, Redis, scheduler, worker, gateway"
+            yield process, children
+        finally:
+            process.kill()
+            process.stderr.close()
