@@ -157,7 +157,8 @@ class CpuDecoder:
         hidden, normed, shape = buffers.hidden, buffers.normed, self._shape
         add_norm(program, hidden, layer.input_norm, normed, eps)
         add_linear(program, normed, layer.qkv.weight, buffers.qkv, bias=layer.qkv.bias, label="qkv")
-        add_rotary_kv(program, shape, buffers.attention, buffers.qkv, self._cos_sin, blocks, shape.kv.head_size**-0.5)
+        scale = shape.kv.head_size**-0.5
+        add_rotary_kv(program, shape, buffers.attention, buffers.qkv, cos_sin=self._cos_sin, cache=blocks, scale=scale)
         add_attention(program, shape, buffers.attention, blocks, buffers.mixed[:, : shape.heads * shape.kv.head_size])
         output, down = layer.output, layer.down
         add_linear(

@@ -1,35 +1,19 @@
-"""Makes batches over a paged cache for the tests of the C attention, and compiles the kernels once for a test run."""
+"""Makes batches over a paged cache for the tests of the C attention."""
 
 from __future__ import annotations
 
-import ctypes
 import math
-import os
 from dataclasses import dataclass, replace
 
-import pytest
 import torch
 from torch import Tensor
 
 from kernels.cpu.attention import AttentionShape, paged_attention
-from kernels.cpu.build import CpuKernelsUnavailable, build, check_machine
 from kernels.cpu.kv_cache import KvShape, pack_blocks
 from kernels.cpu.program import Pool
 from kernels.paged_attention import PagedBatch, paged_attention_reference
 
-FLAGS_VARIABLE = "QUIRE_TEST_KERNEL_FLAGS"
-"""Further compiler flags: the sanitizers' test runs these tests again with them."""
 SCALE = 0.125
-
-
-def open_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernels, compiled by the first who asks; skips the test where that can't be done."""
-    try:
-        check_machine()
-        path = build(tmp_path_factory.getbasetemp() / "kernels", tuple(os.environ.get(FLAGS_VARIABLE, "").split())).path
-    except CpuKernelsUnavailable as error:
-        pytest.skip(f"no CPU kernels: {error}")
-    return ctypes.CDLL(str(path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +33,8 @@ class Case:
         )
         result = torch.full((len(self.query), heads * size), torch.nan) if out is None else out
         cache = pack_blocks(self.keys, self.values, kv)
-        paged_attention(pool, AttentionShape(heads=heads, kv=kv), self.query, cache, self.batch, result)
+        shape = AttentionShape(heads=heads, kv=kv)
+        paged_attention(pool, shape, self.query, cache=cache, batch=self.batch, out=result)
         return result.unflatten(1, (-1, size))
 
     def reference(self) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,7 +13,8 @@ from kernels.cpu.build import CpuKernelsUnavailable
 from kernels.cpu.kv_cache import KvShape, pack_blocks, unpack_blocks
 from kernels.cpu.program import Pool
 from kernels.paged_attention import PagedBatch
-from tests.kernels.cpu.attention_case import Case, make_case, open_library
+from tests.kernels.cpu.attention_case import Case, make_case
+from tests.kernels.cpu.conftest import Machine
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 KEY_TILE = 128
@@ -24,17 +24,9 @@ BLOCK_SIZES = (1, 8, 16, 24, 32)
 CONTEXTS, LENGTHS = [200, 17, 130, 1, 2 * SPLIT + 3, 200, SPLIT, SPLIT + 20], [1, 1, 40, 1, 1, 200, 3, 30]
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return open_library(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def pools(library: ctypes.CDLL) -> Iterator[dict[int, Pool]]:
-    made = {num_threads: Pool(library, num_threads) for num_threads in (1, 2, 3)}
-    yield made
-    for pool in made.values():
-        pool.close()
+@pytest.fixture
+def pools(machine: Machine) -> dict[int, Pool]:
+    return machine.pools
 
 
 @pytest.fixture
@@ -60,9 +52,7 @@ def test_equals_reference(dtype: torch.dtype, group: int, block_size: int, pool:
 def test_head_sizes(dtype: torch.dtype, head_size: int, pool: Pool) -> None:
     """Every head size that is a multiple of 16 should work, with more heads a group than a tile has rows, too."""
     check_against_reference(make_case(CONTEXTS, LENGTHS, head_size=head_size, dtype=dtype), pool)
-    check_against_reference(
-        make_case([40, 3], [1, 3], head_size=head_size, kv_heads=1, group=71, dtype=dtype), pool
-    )
+    check_against_reference(make_case([40, 3], [1, 3], head_size=head_size, kv_heads=1, group=71, dtype=dtype), pool)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -170,7 +160,7 @@ def test_cache_may_be_larger_than_int32_counts(pool: Pool) -> None:
     cache = torch.empty(stride * len(blocks), dtype=torch.bfloat16).view(len(blocks), stride)[:, : kv.block_elements]
     cache.copy_(blocks)
     out = torch.empty(3, 4 * 16)
-    paged_attention(pool, AttentionShape(heads=4, kv=kv), case.query, cache, case.batch, out)
+    paged_attention(pool, AttentionShape(heads=4, kv=kv), case.query, cache=cache, batch=case.batch, out=out)
     assert torch.equal(case.run(pool), out.unflatten(1, (4, 16)))
 
 
@@ -182,9 +172,9 @@ def test_no_room_for_splits_changes_no_bits(pools: dict[int, Pool], monkeypatch:
     assert torch.equal(expected, case.run(pools[3]))
 
 
-def test_plan_has_the_size_that_c_expects(library: ctypes.CDLL) -> None:
+def test_plan_has_the_size_that_c_expects(machine: Machine) -> None:
     """Python's size of a plan should be C's."""
-    size_in_c = library.attention_plan_bytes
+    size_in_c = machine.library.attention_plan_bytes
     size_in_c.restype, size_in_c.argtypes = ctypes.c_int64, (ctypes.c_int64, ctypes.c_int64)
     for max_rows, max_partials in ((1, 0), (8192, 1024), (3, 77)):
         assert size_in_c(max_rows, max_partials) == plan_bytes(max_rows, max_partials)

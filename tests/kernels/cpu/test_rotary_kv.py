@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,19 +13,15 @@ from kernels.cpu.kv_cache import KvShape, pack_blocks, unpack_blocks
 from kernels.cpu.program import Pool
 from kernels.kv_write import WriteSlots, kv_write_reference
 from kernels.rotary import make_cos_sin, rotary_reference
-from tests.kernels.cpu.attention_case import open_library
+from tests.kernels.cpu.conftest import Machine
 
 DTYPES = (torch.float32, torch.bfloat16)
-NUM_BLOCKS, NUM_POSITIONS = 40, 500
+NUM_BLOCKS, NUM_POSITIONS, SCALE = 40, 500, 0.3
 
 
-@pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Pool]]:
-    library = open_library(tmp_path_factory)
-    made = {num_threads: Pool(library, num_threads) for num_threads in (1, 2, 3)}
-    yield made
-    for pool in made.values():
-        pool.close()
+@pytest.fixture
+def pools(machine: Machine) -> dict[int, Pool]:
+    return machine.pools
 
 
 def make_shape(dtype: torch.dtype, *, block_size: int = 16, head_size: int = 64, group: int = 4) -> AttentionShape:
@@ -34,7 +29,7 @@ def make_shape(dtype: torch.dtype, *, block_size: int = 16, head_size: int = 64,
     return AttentionShape(heads=2 * group, kv=kv)
 
 
-def make_inputs(shape: AttentionShape, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make_inputs(shape: AttentionShape, rows: int) -> tuple[Tensor, ...]:
     """qkv, table, positions, and slots in any order, each sixth row unwritten."""
     size, num_slots = shape.kv.head_size, NUM_BLOCKS * shape.kv.block_size
     generator = torch.Generator().manual_seed(rows)
@@ -47,14 +42,18 @@ def make_inputs(shape: AttentionShape, rows: int) -> tuple[Tensor, Tensor, Tenso
     return qkv, table, positions, slots
 
 
-def expected_of(
-    shape: AttentionShape, inputs: tuple[Tensor, Tensor, Tensor, Tensor], scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def run(pool: Pool, shape: AttentionShape, inputs: tuple[Tensor, ...], cache: Tensor) -> Tensor:
+    """The queries."""
+    qkv, table, positions, slots = inputs
+    return rotary_kv(pool, shape, qkv, cos_sin=table, cache=cache, scale=SCALE, positions=positions, slots=slots)
+
+
+def expected_of(shape: AttentionShape, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys' cache and values' cache as torch computes them; unwritten slots hold NaN."""
     qkv, table, positions, slots = inputs
     kv = shape.kv
     parts = qkv.unflatten(1, (-1, kv.head_size)).split([shape.heads, kv.kv_heads, kv.kv_heads], dim=1)
-    factor = torch.tensor(scale * math.log2(math.e))
+    factor = torch.tensor(SCALE * math.log2(math.e))
     query = (rotary_reference(parts[0], positions, table) * factor).to(kv.dtype)
     caches = [
         torch.full((NUM_BLOCKS, kv.block_size, kv.kv_heads, kv.head_size), torch.nan, dtype=kv.dtype) for _ in range(2)
@@ -77,10 +76,8 @@ def empty_cache(shape: AttentionShape, *, stride: int = 0) -> Tensor:
 def check(shape: AttentionShape, rows: int, pool: Pool) -> None:
     inputs = make_inputs(shape, rows)
     cache = empty_cache(shape)
-    query = rotary_kv(pool, shape, inputs[0], inputs[1], cache, 0.3, inputs[2], inputs[3])
-    for expected, actual in zip(
-        expected_of(shape, inputs, 0.3), (query, *unpack_blocks(cache, shape.kv)), strict=True
-    ):
+    query = run(pool, shape, inputs, cache)
+    for expected, actual in zip(expected_of(shape, inputs), (query, *unpack_blocks(cache, shape.kv)), strict=True):
         assert torch.equal(expected.nan_to_num(7e7), actual.nan_to_num(7e7))
 
 
@@ -109,7 +106,7 @@ def test_threads_change_nothing(dtype: torch.dtype, pools: dict[int, Pool]) -> N
     results = []
     for num_threads in (1, 2, 3, 3, 3):
         cache = empty_cache(shape)
-        query = rotary_kv(pools[num_threads], shape, qkv, table, cache, 0.3, positions, slots)
+        query = run(pools[num_threads], shape, (qkv, table, positions, slots), cache)
         results.append((query, cache.nan_to_num(7e7)))
     for query, cache in results[1:]:
         assert torch.equal(results[0][0], query)
@@ -119,12 +116,12 @@ def test_threads_change_nothing(dtype: torch.dtype, pools: dict[int, Pool]) -> N
 def test_blocks_may_be_part_of_larger_ones(pools: dict[int, Pool]) -> None:
     """A layer's part of blocks that hold other layers, too, should be written and nothing beside it."""
     shape = make_shape(torch.bfloat16)
-    qkv, table, positions, slots = make_inputs(shape, 50)
+    inputs = make_inputs(shape, 50)
     own = shape.kv.block_elements
     wide = empty_cache(shape, stride=own + 64)
     dense = empty_cache(shape)
     for cache in (wide, dense):
-        rotary_kv(pools[2], shape, qkv, table, cache, 0.3, positions, slots)
+        run(pools[2], shape, inputs, cache)
     assert torch.equal(dense.nan_to_num(7e7), wide.nan_to_num(7e7))
     assert wide.as_strided((NUM_BLOCKS, 64), (own + 64, 1), own).isnan().all()
 
@@ -132,8 +129,8 @@ def test_blocks_may_be_part_of_larger_ones(pools: dict[int, Pool]) -> None:
 def test_wrong_tensors_are_refused(pools: dict[int, Pool]) -> None:
     """Rows of another width or dtype should be refused before their addresses reach C."""
     shape = make_shape(torch.bfloat16)
-    qkv, table, positions, slots = make_inputs(shape, 4)
+    qkv, *others = make_inputs(shape, 4)
     with pytest.raises(ValueError, match="are needed"):
-        rotary_kv(pools[1], shape, qkv[:, 1:], table, empty_cache(shape), 0.3, positions, slots)
+        run(pools[1], shape, (qkv[:, 1:], *others), empty_cache(shape))
     with pytest.raises(ValueError, match="are needed"):
-        rotary_kv(pools[1], shape, qkv, table, empty_cache(shape).float(), 0.3, positions, slots)
+        run(pools[1], shape, (qkv, *others), empty_cache(shape).float())
