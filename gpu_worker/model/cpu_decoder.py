@@ -180,7 +180,8 @@ class CpuDecoder:
         width = shape.heads * shape.kv.head_size
         self._add_norm(program, layer.input_norm, buffers.normed)
         _add_projection(program, buffers.normed, layer.qkv, buffers.qkv, label="qkv")
-        add_rotary_kv(program, shape, buffers.attention, buffers.qkv, self._cos_sin, blocks, shape.kv.head_size**-0.5)
+        scale = shape.kv.head_size**-0.5
+        add_rotary_kv(program, shape, buffers.attention, buffers.qkv, cos_sin=self._cos_sin, cache=blocks, scale=scale)
         add_attention(program, shape, buffers.attention, blocks, buffers.mixed[:, :width])
         _add_quantize(program, buffers.mixed, width, buffers.mixed_rows)
         _add_projection(

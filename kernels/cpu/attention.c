@@ -4,7 +4,9 @@
 #include "attention_products.h"
 #include "exp2.h"
 
+#include <immintrin.h>
 #include <math.h>
+#include <string.h>
 
 /* Thread-own memory of a tile of M rows. */
 typedef struct workspace {
@@ -25,10 +27,10 @@ static void *take(char **next, int64_t bytes) {
 
 static workspace open_workspace(const attention_args *a, int64_t M) {
     const int64_t padded = ceil_div(M, LANES) * LANES, copies = STRIPS * strip_bytes(a->cache_dtype, a->head_size);
-    const int64_t bytes = M * (3 * a->head_size + KEY_TILE) * 4 + 6 * padded * 4 + copies + 10 * 64;
+    const int64_t bytes = M * (2 * a->head_size * 4 + SCORE_STRIDE + QUERY_STRIDE(0)) + 6 * padded * 4 + copies + 10 * 64;
     char *next = scratch(bytes);
     workspace w;
-    w.query = take(&next, M * a->head_size * element_bytes(a->cache_dtype));
+    w.query = take(&next, M * QUERY_STRIDE(a->cache_dtype == BF16));
     w.scores = take(&next, M * SCORE_STRIDE);
     w.sums = take(&next, M * a->head_size * 4);
     w.all_sums = take(&next, M * a->head_size * 4);
@@ -44,7 +46,8 @@ static void take_queries(const attention_args *a, const attention_tile *item, in
     const int64_t bytes = a->head_size * element_bytes(a->cache_dtype), group = a->heads / a->kv_heads;
     const char *from = (const char *)a->query + (item->first_row * a->heads + kv_head * group) * bytes;
     for (int64_t row = 0; row < item->num_rows; row++)
-        memcpy(out + row * group * bytes, from + row * a->heads * bytes, (size_t)(group * bytes));
+        for (int64_t head = 0; head < group; head++, out += QUERY_STRIDE(a->cache_dtype == BF16))
+            memcpy(out, from + (row * a->heads + head) * bytes, (size_t)bytes);
 }
 
 /* Scores of keys from `visible` on become −inf; returns the row's best. */
@@ -80,11 +83,11 @@ static inline __attribute__((always_inline)) float weigh(int is_bf16, float *sco
 /* Take one key tile into the split's best, total and sums, for rows of M from `first` on. Row m sees `visible` +
  * m / group of its keys. */
 static inline __attribute__((always_inline)) void attend_tile(int is_bf16, const attention_args *a, const workspace *w,
-                                                              const key_tile *tile, int64_t num_strips, int64_t first,
-                                                              int64_t M, int64_t visible) {
+                                                              const key_tile *tile, const key_tile *next,
+                                                              int64_t num_strips, int64_t first, int64_t M,
+                                                              int64_t visible) {
     const int64_t size = a->head_size, group = a->heads / a->kv_heads;
-    score_rows(is_bf16, w->query, size * (is_bf16 ? 2 : 4), tile, num_strips, first, M, is_bf16 ? size / 2 : size,
-               w->scores);
+    score_rows(is_bf16, w->query, tile, num_strips, first, M, size, w->scores);
     for (int64_t m = first; m < M; m++) {
         const float best = best_score((float *)(w->scores + m * SCORE_STRIDE), num_strips, visible + m / group);
         w->new_best[m] = best > w->best[m] ? best : w->best[m];
@@ -98,7 +101,7 @@ static inline __attribute__((always_inline)) void attend_tile(int is_bf16, const
         w->total[m] = w->total[m] * w->shrink[m] + total;
         w->best[m] = w->new_best[m];
     }
-    mix_rows(is_bf16, w->scores, tile, num_strips, first, M, size, w->shrink, w->sums);
+    mix_rows(is_bf16, w->scores, tile, next, num_strips, first, M, size, w->shrink, w->sums);
 }
 
 /* Add a split's (best, total, sums) to those of the splits before it. */
@@ -133,9 +136,10 @@ static inline __attribute__((always_inline)) void attend_splits(int is_bf16, con
                 for (int64_t m = first; m < M; m++) w->best[m] = -INFINITY, w->total[m] = 0;
                 memset(w->sums + first * size, 0, (size_t)((M - first) * size * 4));
             }
-            key_tile tile;
+            key_tile tile, next;
             find_strips(source, start, (int32_t)ceil_div(num_keys, STRIP), &tile);
-            attend_tile(is_bf16, a, w, &tile, ceil_div(num_keys, STRIP), seeing, M, first_position + 1 - start);
+            const int has_next = peek_keys(source, start + KEY_TILE, &next);
+            attend_tile(is_bf16, a, w, &tile, has_next ? &next : &tile, ceil_div(num_keys, STRIP), seeing, M, first_position + 1 - start);
         }
         if (split == from) {
             memcpy(w->all_best, w->best, (size_t)M * 4);

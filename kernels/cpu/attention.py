@@ -87,6 +87,7 @@ def add_rotary_kv(
     shape: AttentionShape,
     buffers: AttentionBuffers,
     qkv: Tensor,
+    *,
     cos_sin: Tensor,
     cache: Tensor,
     scale: float,
@@ -96,7 +97,7 @@ def add_rotary_kv(
     Args:
         qkv: [max_rows, qkv_width] float32: queries, keys, values.
         cos_sin: [positions, head_size] float32, from `make_cos_sin`.
-        cache: [num_blocks, block_elements] of the cache's dtype: one layer's part of every block, rows any distance apart.
+        cache: [num_blocks, block_elements] of the cache's dtype: one layer's part of every block, any distance apart.
         scale: factor of the scores.
     """
     args = RotaryKvArgs(
@@ -138,9 +139,16 @@ def add_attention(
 
 
 def rotary_kv(
-    pool: Pool, shape: AttentionShape, qkv: Tensor, cos_sin: Tensor, cache: Tensor, scale: float, positions: Tensor,
+    pool: Pool,
+    shape: AttentionShape,
+    qkv: Tensor,
+    *,
+    cos_sin: Tensor,
+    cache: Tensor,
+    scale: float,
+    positions: Tensor,
     slots: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Rotated queries times scale · log2(e), [rows, heads, head_size]; `cache` gets keys and values. One op by itself.
 
     Args:
@@ -149,13 +157,13 @@ def rotary_kv(
     """
     buffers = make_buffers(shape, len(qkv), 1)
     program = Program()
-    add_rotary_kv(program, shape, buffers, qkv, cos_sin, cache, scale)
+    add_rotary_kv(program, shape, buffers, qkv, cos_sin=cos_sin, cache=cache, scale=scale)
     pool.run(program, Step(num_rows=len(qkv), positions=address(positions), slots=address(slots)))
     return buffers.query
 
 
 def paged_attention(
-    pool: Pool, shape: AttentionShape, query: Tensor, cache: Tensor, batch: PagedBatch, out: Tensor
+    pool: Pool, shape: AttentionShape, query: Tensor, *, cache: Tensor, batch: PagedBatch, out: Tensor
 ) -> None:
     """Attention of `query` into `out` [rows, at least heads · head_size]. A program of its own.
 

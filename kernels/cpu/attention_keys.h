@@ -6,6 +6,8 @@
 #pragma once
 #include "attention_products.h"
 
+#include <string.h>
+
 /* A sequence's part of the cache. */
 typedef struct key_source {
     const char *cache; /* with the KV head's offset */
@@ -74,4 +76,16 @@ static void find_strips(const key_source *source, int32_t start, int32_t num_str
             out->values[i] = part + source->layout.key_bytes
                              + offset * source->head_size * element_bytes(source->dtype);
     }
+}
+
+/* Where the keys from `start` on lie, to bring them near; 0: there are none. Only the block table is read. */
+static int peek_keys(const key_source *source, int32_t start, key_tile *out) {
+    if (start >= source->num_keys) return 0;
+    out->key_stride = source->block_size * 4;
+    for (int32_t i = 0; i < STRIPS; i++) {
+        const int32_t position = start + i * STRIP < source->num_keys ? start + i * STRIP : start;
+        const int32_t block = position / source->block_size, offset = position % source->block_size;
+        out->keys[i] = source->cache + source->blocks[block] * source->layout.block_bytes + offset * 4;
+    }
+    return 1;
 }

@@ -84,16 +84,17 @@ def pack_blocks(keys: Tensor, values: Tensor, shape: KvShape) -> Tensor:
     if keys.shape[1:] != expected or values.shape != keys.shape or {keys.dtype, values.dtype} != {shape.dtype}:
         raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} of {keys.dtype} are not of {shape}")
     padded = F.pad(values, (0, 0, 0, 0, 0, -shape.block_size % shape.pair))
-    key_parts = keys.unflatten(3, (-1, shape.pair)).permute(0, 2, 3, 1, 4).flatten(2)
-    value_parts = padded.unflatten(1, (-1, shape.pair)).permute(0, 3, 1, 4, 2).flatten(2)
+    heads, size, pair = shape.kv_heads, shape.head_size, shape.pair
+    key_parts = keys.reshape(-1, shape.block_size, heads, size // pair, pair).permute(0, 2, 3, 1, 4).flatten(2)
+    value_parts = padded.reshape(-1, shape.value_rows, pair, heads, size).permute(0, 3, 1, 4, 2).flatten(2)
     return torch.cat((key_parts, value_parts), dim=2).flatten(1)
 
 
 def unpack_blocks(blocks: Tensor, shape: KvShape) -> tuple[Tensor, Tensor]:
-    """Keys and values, each [blocks, block_size, kv_heads, head_size], copied from `blocks` [blocks, block_elements]."""
-    size, tokens, pair = shape.head_size, shape.block_size, shape.pair
-    parts = blocks.unflatten(1, (shape.kv_heads, -1))
-    keys, values = parts.split([size * tokens, size * shape.value_rows * pair], dim=2)
-    plain_keys = keys.unflatten(2, (-1, tokens, pair)).permute(0, 3, 1, 2, 4).flatten(3)
-    plain_values = values.unflatten(2, (-1, size, pair)).permute(0, 2, 4, 1, 3).flatten(1, 2)
+    """Keys and values, each [blocks, block_size, kv_heads, head_size], of `blocks` [blocks, block_elements]; copies."""
+    heads, size, tokens, pair = shape.kv_heads, shape.head_size, shape.block_size, shape.pair
+    parts = blocks.reshape(len(blocks), heads, -1)
+    keys, values = parts[:, :, : size * tokens], parts[:, :, size * tokens :]
+    plain_keys = keys.reshape(-1, heads, size // pair, tokens, pair).permute(0, 3, 1, 2, 4).flatten(3)
+    plain_values = values.reshape(-1, heads, shape.value_rows, size, pair).permute(0, 2, 4, 1, 3).flatten(1, 2)
     return plain_keys, plain_values[:, :tokens].contiguous()

@@ -23,10 +23,16 @@ FLAGS_VARIABLE = "QUIRE_TEST_KERNEL_FLAGS"
 
 
 class Machine:
-    """Runs programs on pools of 1, 2 and 3 threads."""
+    """Runs programs on pools of 1, 2 and 3 threads.
+
+    Attributes:
+        library: the compiled kernels.
+        pools: by number of threads.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._pools = {num_threads: Pool(library, num_threads) for num_threads in (1, 2, 3)}
+        self.library = library
+        self.pools = {num_threads: Pool(library, num_threads) for num_threads in (1, 2, 3)}
 
     def run(
         self,
@@ -47,10 +53,10 @@ class Machine:
             wanted_rows=address(wanted),
             token_ids=address(token_ids),
         )
-        self._pools[threads].run(program, step)
+        self.pools[threads].run(program, step)
 
     def close(self) -> None:
-        for pool in self._pools.values():
+        for pool in self.pools.values():
             pool.close()
 
 
