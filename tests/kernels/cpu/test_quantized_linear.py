@@ -17,7 +17,7 @@ from tests.kernels.cpu.conftest import Machine, quantized_rows
 Quantize = Callable[[Tensor], QuantizedWeight]
 
 SIZES = [(1, 1), (16, 4), (17, 63), (33, 100), (100, 33), (64, 896), (80, 4864)]
-ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 33, 100]
+ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 33, 100, 400]
 
 both = pytest.mark.parametrize("quantize", [quantize_int8, quantize_int4])
 
