@@ -48,6 +48,8 @@ class ModelConfig:
                                         minimum=1)  # fmt: skip
     dtype: str = setting("auto", "of weights and KV; auto: the checkpoint's", choices=(
         "auto", "float32", "bfloat16", "float16"))  # fmt: skip
+    quantization: str = setting("none", "quantize a float checkpoint at load, activations to int8 (CPU only); "
+                                "int4 keeps an int8 output projection", choices=("none", "int8", "int4"))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

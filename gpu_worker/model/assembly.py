@@ -18,8 +18,10 @@ from gpu_worker.model.kv_layout import KvCache, KvGroup, KvLayout
 from gpu_worker.model.kv_memory import KvNeed, KvSize, cpu_default_bytes, cuda_bytes, size_kv
 from gpu_worker.model.llama import Llama, load_llama
 from gpu_worker.model.loader import Checkpoint, fingerprint
+from gpu_worker.model.quantization import QUANTIZATIONS
 from gpu_worker.model.qwen2 import load_qwen2
 from gpu_worker.model.runner import Decoder, DecoderRunner, ModelCard
+from gpu_worker.model.weights import ignored_weights
 from gpu_worker.sampling.sampler import Sampler
 from shared.config import EngineConfig, WorkerConfig
 from shared.errors import ConfigError
@@ -59,12 +61,12 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
         layout = replace(layout, is_packed=True)
         model = load_cpu_decoder(checkpoint_config, config, layout, pool, model_len)
     else:
-        model = _load_model(checkpoint_config, folder, dtype=dtype, device=device, model_len=model_len)
+        model = _load_model(checkpoint_config, config, dtype=dtype, device=device, model_len=model_len)
     need = KvNeed(layout=layout, wanted_len=config.model.max_model_len, model_len=model_len,
                   max_num_seqs=engine.max_num_seqs)  # fmt: skip
     size = _size_kv(need, config, model, device)
     card = ModelCard(
-        fingerprint=fingerprint(folder, dtype_name if pool is None else f"{dtype_name} cpu kernels"),
+        fingerprint=fingerprint(folder, _arithmetic(config, dtype_name, is_torch=pool is None)),
         vocab_size=min(checkpoint_config.vocab_size, _tokenizer_size(folder) or checkpoint_config.vocab_size),
         max_model_len=size.max_model_len,
         dtype=dtype_name,
@@ -121,13 +123,23 @@ def _model_len(wanted: int | None, config: CheckpointConfig) -> int:
 
 
 def _load_model(
-    config: CheckpointConfig, folder: Path, *, dtype: torch.dtype, device: torch.device, model_len: int
-) -> Llama:
-    checkpoint = Checkpoint(folder, dtype=dtype, device=device)
+    checkpoint_config: CheckpointConfig, config: WorkerConfig, *, dtype: torch.dtype, device: torch.device,
+    model_len: int,
+) -> Llama:  # fmt: skip
+    if config.model.quantization != "none" and device.type != "cpu":
+        raise ConfigError(f"--quantization={config.model.quantization} is for --device=cpu in this version")
+    checkpoint = Checkpoint(Path(config.model.model), dtype=dtype, device=device)
+    quantization = QUANTIZATIONS[config.model.quantization]
+    load = LOADERS[checkpoint_config.architecture]
     with torch.inference_mode():
-        model = LOADERS[config.architecture](config, checkpoint, model_len, device)
-    checkpoint.close(ignored=("rotary_emb.inv_freq", "lm_head.weight") if config.is_tied else ("rotary_emb.inv_freq",))
+        model = load(checkpoint_config, checkpoint, model_len, device, quantization)
+    checkpoint.close(ignored=ignored_weights(checkpoint_config))
     return model
+
+
+def _arithmetic(config: WorkerConfig, dtype: str, *, is_torch: bool) -> str:
+    """A name that is the same where results are."""
+    return f"{dtype} {config.model.quantization} {'torch' if is_torch else 'cpu kernels'}"
 
 
 def _key_cost(config: CheckpointConfig) -> float:

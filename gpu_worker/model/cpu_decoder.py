@@ -1,8 +1,8 @@
 """The Llama family's decoder as one program of CPU kernels: a step is one call into C.
 
 The same arithmetic as `llama.py` with fewer roundings: the residual and the sums of linears stay float32, only what a
-linear or the cache reads is rounded to the model's precision. In float32 nothing is rounded, so the tokens are those of
-`transformers`.
+linear or the cache reads is rounded to the model's precision (or quantized, for quantized weights). In float32 nothing
+is rounded, so the tokens are those of `transformers`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.inputs import StepInputs
 from gpu_worker.model.kv_layout import KvCache, KvGroup
-from gpu_worker.model.packed_weights import PackedLayer, PackedModel
+from gpu_worker.model.packed_weights import PackedLayer, PackedModel, PackedProjection
 from kernels.cpu.attention import (
     AttentionBuffers,
     AttentionShape,
@@ -28,10 +28,18 @@ from kernels.cpu.kv_cache import KvShape
 from kernels.cpu.linear import add_linear
 from kernels.cpu.ops import Epilogue, Step
 from kernels.cpu.program import Pool, Program, address, sum_profiles
-from kernels.cpu.rows import add_argmax, add_embed, add_norm
+from kernels.cpu.rows import add_argmax, add_embed, add_norm, add_quantize, quantized_bytes
 
 _PAD_COLUMNS = 64
 """Rows that linears read are as long as this allows, with zeros behind: panels are padded along `in`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What a linear reads: `values` [rows, width and padding]; int8 with `scales` [rows] for quantized weights."""
+
+    values: Tensor
+    scales: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +48,20 @@ class _Buffers:
 
     Attributes:
         hidden: [rows, hidden] float32, the residual.
-        normed, mixed, gated: what the linears read: normed hidden states, attention's result, the gated feed-forward.
+        normed: normed hidden states. mixed, gated: results of attention and of the gate, [rows, width] in the cache's
+            dtype. mixed_rows, gated_rows: the same as linears read them.
         qkv: [rows, queries, keys and values] float32.
-        wanted: [sequences, hidden] normed rows whose logits are wanted. logits: [sequences, vocab] float32.
-        best: [sequences] int64.
+        wanted: normed rows whose logits are wanted. logits: [sequences, vocab] float32. best: [sequences] int64.
     """
 
     hidden: Tensor
-    normed: Tensor
+    normed: _Rows
     mixed: Tensor
+    mixed_rows: _Rows
     gated: Tensor
+    gated_rows: _Rows
     qkv: Tensor
-    wanted: Tensor
+    wanted: _Rows
     logits: Tensor
     best: Tensor
     attention: AttentionBuffers
@@ -124,49 +134,84 @@ class CpuDecoder:
     def _make_buffers(self, inputs: StepInputs) -> _Buffers:
         config, capacity = self._config, inputs.capacity
         rows, sequences = capacity.max_tokens, capacity.max_sequences
-
-        def readable(num_rows: int, width: int) -> Tensor:
-            padded = -(-width // _PAD_COLUMNS) * _PAD_COLUMNS
-            return torch.zeros((num_rows, padded), dtype=self._shape.kv.dtype)
-
+        mixed = self._make_floats(rows, config.num_heads * config.head_size)
+        gated = self._make_floats(rows, config.intermediate_size)
         return _Buffers(
             hidden=torch.empty((rows, config.hidden_size)),
-            normed=readable(rows, config.hidden_size),
-            mixed=readable(rows, config.num_heads * config.head_size),
-            gated=readable(rows, config.intermediate_size),
+            normed=self._make_rows(rows, config.hidden_size),
+            mixed=mixed,
+            mixed_rows=self._make_rows(rows, config.num_heads * config.head_size, mixed),
+            gated=gated,
+            gated_rows=self._make_rows(rows, config.intermediate_size, gated),
             qkv=torch.empty((rows, self._shape.qkv_width)),
-            wanted=readable(sequences, config.hidden_size),
+            wanted=self._make_rows(sequences, config.hidden_size),
             logits=torch.empty((sequences, config.vocab_size)),
             best=torch.empty(sequences, dtype=torch.int64),
             attention=make_buffers(self._shape, rows, capacity.max_blocks * capacity.block_size),
         )
+
+    def _make_floats(self, num_rows: int, width: int) -> Tensor:
+        padded = -(-width // _PAD_COLUMNS) * _PAD_COLUMNS
+        return torch.zeros((num_rows, padded), dtype=self._shape.kv.dtype)
+
+    def _make_rows(self, num_rows: int, width: int, floats: Tensor | None = None) -> _Rows:
+        """A linear's input; `floats` themselves where weights are not quantized."""
+        if self._weights.is_quantized:
+            values = torch.zeros((num_rows, quantized_bytes(width)), dtype=torch.int8)
+            return _Rows(values, torch.zeros(num_rows))
+        return _Rows(self._make_floats(num_rows, width) if floats is None else floats)
 
     def _build(self, cache: KvCache) -> Program:
         program, buffers, weights = Program(), self._buffers, self._weights
         add_embed(program, weights.embedding, buffers.hidden)
         add_attention_plan(program, self._shape, buffers.attention)
         for index, layer in enumerate(weights.layers):
-            self._add_layer(program, layer, cache.blocks(index))
-        eps = self._config.rms_norm_eps
-        add_norm(program, buffers.hidden, weights.norm, buffers.wanted, eps, use_wanted=True)
-        add_linear(program, buffers.wanted, weights.head, buffers.logits, use_wanted=True, label="head")
+            self._add_attention(program, layer, cache.blocks(index))
+            self._add_mlp(program, layer)
+        self._add_norm(program, weights.norm, buffers.wanted, use_wanted=True)
+        wanted = buffers.wanted
+        add_linear(
+            program, wanted.values, weights.head, buffers.logits, x_scales=wanted.scales, use_wanted=True, label="head"
+        )
         return program
 
-    def _add_layer(self, program: Program, layer: PackedLayer, blocks: Tensor) -> None:
-        buffers, eps = self._buffers, self._config.rms_norm_eps
-        hidden, normed, shape = buffers.hidden, buffers.normed, self._shape
-        add_norm(program, hidden, layer.input_norm, normed, eps)
-        add_linear(program, normed, layer.qkv.weight, buffers.qkv, bias=layer.qkv.bias, label="qkv")
+    def _add_attention(self, program: Program, layer: PackedLayer, blocks: Tensor) -> None:
+        buffers, shape = self._buffers, self._shape
+        width = shape.heads * shape.kv.head_size
+        self._add_norm(program, layer.input_norm, buffers.normed)
+        _add_projection(program, buffers.normed, layer.qkv, buffers.qkv, label="qkv")
         add_rotary_kv(program, shape, buffers.attention, buffers.qkv, self._cos_sin, blocks, shape.kv.head_size**-0.5)
-        add_attention(program, shape, buffers.attention, blocks, buffers.mixed[:, : shape.heads * shape.kv.head_size])
-        output, down = layer.output, layer.down
-        add_linear(
-            program, buffers.mixed, output.weight, hidden, bias=output.bias, epilogue=Epilogue.ADD, label="output"
+        add_attention(program, shape, buffers.attention, blocks, buffers.mixed[:, :width])
+        _add_quantize(program, buffers.mixed, width, buffers.mixed_rows)
+        _add_projection(
+            program, buffers.mixed_rows, layer.output, buffers.hidden, epilogue=Epilogue.ADD, label="output"
         )
-        add_norm(program, hidden, layer.mlp_norm, normed, eps)
-        gate_up = layer.gate_up
-        add_linear(
-            program, normed, gate_up.weight, buffers.gated, bias=gate_up.bias, epilogue=Epilogue.SILU_MUL,
-            label="gate_up",
+
+    def _add_mlp(self, program: Program, layer: PackedLayer) -> None:
+        buffers = self._buffers
+        self._add_norm(program, layer.mlp_norm, buffers.normed)
+        _add_projection(
+            program, buffers.normed, layer.gate_up, buffers.gated, epilogue=Epilogue.SILU_MUL, label="gate_up"
+        )
+        _add_quantize(program, buffers.gated, self._config.intermediate_size, buffers.gated_rows)
+        _add_projection(program, buffers.gated_rows, layer.down, buffers.hidden, epilogue=Epilogue.ADD, label="down")
+
+    def _add_norm(self, program: Program, scale: Tensor, out: _Rows, *, use_wanted: bool = False) -> None:
+        add_norm(
+            program, self._buffers.hidden, scale, out.values, self._config.rms_norm_eps, out_scales=out.scales,
+            use_wanted=use_wanted,
         )  # fmt: skip
-        add_linear(program, buffers.gated, down.weight, hidden, bias=down.bias, epilogue=Epilogue.ADD, label="down")
+
+
+def _add_projection(
+    program: Program, x: _Rows, projection: PackedProjection, y: Tensor, *, epilogue: Epilogue = Epilogue.STORE,
+    label: str,
+) -> None:  # fmt: skip
+    add_linear(
+        program, x.values, projection.weight, y, bias=projection.bias, x_scales=x.scales, epilogue=epilogue, label=label
+    )
+
+
+def _add_quantize(program: Program, x: Tensor, width: int, rows: _Rows) -> None:
+    if rows.scales is not None:
+        add_quantize(program, x, width, rows.values, rows.scales)

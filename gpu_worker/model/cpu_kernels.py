@@ -17,6 +17,8 @@ from gpu_worker.model.kv_layout import KvLayout
 from gpu_worker.model.layers import rotary_table
 from gpu_worker.model.loader import Checkpoint, fingerprint
 from gpu_worker.model.packed_weights import FORMAT, PackedModel, load_packed, pack_model, save_packed
+from gpu_worker.model.quantization import QUANTIZATIONS
+from gpu_worker.model.weights import ignored_weights
 from kernels.cpu.build import CpuKernelsUnavailable, load_library
 from kernels.cpu.program import Pool
 from shared.config import WorkerConfig
@@ -68,6 +70,8 @@ def load_cpu_decoder(
 def _load_weights(checkpoint_config: CheckpointConfig, config: WorkerConfig, dtype: torch.dtype) -> PackedModel:
     folder = Path(config.model.model)
     precision = str(dtype).removeprefix("torch.")
+    if config.model.quantization != "none":
+        precision += f"-{config.model.quantization}"
     name = f"{folder.resolve().name}-{fingerprint(folder, precision)}-{precision}-{FORMAT}.safetensors"
     path = _cache_folder(config) / "packed" / name
     since = time.monotonic()
@@ -76,9 +80,8 @@ def _load_weights(checkpoint_config: CheckpointConfig, config: WorkerConfig, dty
         _log.info("weights.read", seconds=time.monotonic() - since, mib=weights.num_bytes / 2**20)
         return weights
     checkpoint = Checkpoint(folder, dtype=dtype, device=torch.device("cpu"))
-    weights = pack_model(checkpoint_config, checkpoint)
-    ignored = ("rotary_emb.inv_freq", "lm_head.weight") if checkpoint_config.is_tied else ("rotary_emb.inv_freq",)
-    checkpoint.close(ignored=ignored)
+    weights = pack_model(checkpoint_config, checkpoint, QUANTIZATIONS[config.model.quantization])
+    checkpoint.close(ignored=ignored_weights(checkpoint_config))
     save_packed(weights, path)
     _log.info("weights.packed", seconds=time.monotonic() - since, mib=weights.num_bytes / 2**20, file=path)
     return weights

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from gpu_worker.model.config import CheckpointConfig, RopeScaling
 from gpu_worker.model.kv_layout import KvCache
+from gpu_worker.model.quantization import quantize
 from kernels.kv_write import WriteSlots, kv_write
 from kernels.linear import linear, pack_weight
 from kernels.paged_attention import PagedBatch, paged_attention
+from kernels.quantized_linear import QuantizedWeight, quantized_linear
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary import Turns, make_cos_sin, rotary
 from kernels.silu_mul import silu_mul
@@ -37,15 +39,22 @@ class Linear:
 
     Args:
         weight: [out, in]. bias: [out] or None.
+        kind: what the weight is quantized to: "none", "int8" or "int4".
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight = pack_weight(weight)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, kind: str = "none") -> None:
+        self._weight = pack_weight(weight) if kind == "none" else quantize(weight, kind)
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] → [rows, out]."""
+        if isinstance(self._weight, QuantizedWeight):
+            return quantized_linear(x, self._weight, self._bias).to(x.dtype)
         return linear(x, self._weight, self._bias)
+
+    def rows(self, like: Tensor) -> Tensor:
+        """The weight as a table to look rows up in, of the dtype of `like`, which it was made of."""
+        return self._weight.dequantize().to(like.dtype) if isinstance(self._weight, QuantizedWeight) else like
 
 
 class RmsNorm:

@@ -13,6 +13,7 @@ from gpu_worker.model.inputs import StepInputs
 from gpu_worker.model.kv_layout import KvCache, KvGroup
 from gpu_worker.model.layers import Attention, GatedMlp, Linear, RmsNorm, StepContext, rotary_table
 from gpu_worker.model.loader import Checkpoint
+from gpu_worker.model.quantization import QUANTIZATIONS, Quantization
 from gpu_worker.model.weights import LayerWeights, read_layer, read_outer
 from kernels.kv_write import WriteSlots
 from kernels.rotary import take_turns
@@ -83,30 +84,40 @@ class Llama:
         return self._head(hidden).float()
 
 
-def load_llama(config: CheckpointConfig, checkpoint: Checkpoint, max_model_len: int, device: torch.device) -> Llama:
+def load_llama(
+    config: CheckpointConfig,
+    checkpoint: Checkpoint,
+    max_model_len: int,
+    device: torch.device,
+    quantization: Quantization = QUANTIZATIONS["none"],
+) -> Llama:
     """The model of `config` with its weights from `checkpoint`."""
     outer = read_outer(config, checkpoint)
-    layers = [_make_layer(config, read_layer(config, checkpoint, layer), layer) for layer in range(config.num_layers)]
+    head = Linear(outer.head, kind=quantization.outer)
+    layers = [
+        _make_layer(config, read_layer(config, checkpoint, layer), layer, quantization.body)
+        for layer in range(config.num_layers)
+    ]
     return Llama(
-        outer.embedding,
+        head.rows(outer.embedding) if config.is_tied else outer.embedding,
         layers,
         norm=RmsNorm(outer.norm, config.rms_norm_eps),
-        head=Linear(outer.head),
+        head=head,
         cos_sin=rotary_table(config, max_model_len, device),
     )
 
 
-def _make_layer(config: CheckpointConfig, weights: LayerWeights, layer: int) -> DecoderLayer:
-    gate_up = Linear(_join(weights.gate.weight, weights.up.weight), _join(weights.gate.bias, weights.up.bias))
+def _make_layer(config: CheckpointConfig, weights: LayerWeights, layer: int, kind: str) -> DecoderLayer:
+    gate_up = Linear(_join(weights.gate.weight, weights.up.weight), _join(weights.gate.bias, weights.up.bias), kind)
     attention = Attention(
         config,
         layer,
-        qkv=Linear(weights.qkv.weight, weights.qkv.bias),
-        output=Linear(weights.output.weight, weights.output.bias),
+        qkv=Linear(weights.qkv.weight, weights.qkv.bias, kind),
+        output=Linear(weights.output.weight, weights.output.bias, kind),
     )
     return DecoderLayer(
         attention,
-        GatedMlp(gate_up, Linear(weights.down.weight, weights.down.bias)),
+        GatedMlp(gate_up, Linear(weights.down.weight, weights.down.bias, kind)),
         input_norm=RmsNorm(weights.input_norm, config.rms_norm_eps),
         mlp_norm=RmsNorm(weights.mlp_norm, config.rms_norm_eps),
     )

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.loader import Checkpoint
-from gpu_worker.model.weights import Projection, read_layer, read_outer
+from gpu_worker.model.quantization import Quantization, quantize
+from gpu_worker.model.weights import LayerWeights, Projection, read_layer, read_outer
 from kernels.cpu.arena import Arena
 from kernels.cpu.linear import PackedWeight, interleave, pack_float
 from kernels.cpu.ops import Dtype
+from kernels.cpu.pack import pack_quantized
 from shared.logs import get_log
 
 FORMAT = 1
@@ -62,19 +64,29 @@ class PackedModel:
     head: PackedWeight
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether linears read int8 rows."""
+        return self.head.dtype in (Dtype.INT8, Dtype.INT4)
+
+    @property
     def num_bytes(self) -> int:
         """Memory that the weights take."""
         weights = {id(w): w for w in (self.embedding, self.head, *_weights(self.layers))}
         return sum(weight.num_bytes for weight in weights.values())
 
 
-def pack_model(config: CheckpointConfig, checkpoint: Checkpoint) -> PackedModel:
-    """The checkpoint's weights, packed layer by layer."""
+def pack_model(config: CheckpointConfig, checkpoint: Checkpoint, quantization: Quantization) -> PackedModel:
+    """The checkpoint's weights, quantized if asked for, and packed layer by layer.
+
+    Raises:
+        ConfigError: a weight cannot be quantized.
+    """
     outer = read_outer(config, checkpoint)
     arena = Arena(_capacity(config, outer.embedding.element_size()))
-    head = pack_float(outer.head).moved(arena)
-    embedding = head if config.is_tied else pack_float(outer.embedding).moved(arena)
-    layers = tuple(_pack_layer(config, checkpoint, layer, arena) for layer in range(config.num_layers))
+    pack = _Packing(arena, quantization)
+    head = pack.weight(outer.head, quantization.outer)
+    embedding = head if config.is_tied else pack.weight(outer.embedding, "none")
+    layers = tuple(pack.layer(read_layer(config, checkpoint, layer)) for layer in range(config.num_layers))
     return PackedModel(embedding=embedding, layers=layers, norm=outer.norm.float(), head=head)
 
 
@@ -148,26 +160,35 @@ class _Reading:
         return self._arena.copy(self._file.get_tensor(name))
 
 
-def _pack_layer(config: CheckpointConfig, checkpoint: Checkpoint, layer: int, arena: Arena) -> PackedLayer:
-    weights = read_layer(config, checkpoint, layer)
+class _Packing:
+    """Weights on their way into an arena."""
 
-    def pack(projection: Projection) -> PackedProjection:
+    def __init__(self, arena: Arena, quantization: Quantization) -> None:
+        self._arena = arena
+        self._quantization = quantization
+
+    def layer(self, weights: LayerWeights) -> PackedLayer:
+        gate, up = weights.gate, weights.up
+        gate_up = Projection(
+            weight=interleave(gate.weight, up.weight),
+            bias=None if gate.bias is None or up.bias is None else interleave(gate.bias, up.bias),
+        )
+        return PackedLayer(
+            input_norm=weights.input_norm.float(),
+            qkv=self._projection(weights.qkv),
+            output=self._projection(weights.output),
+            mlp_norm=weights.mlp_norm.float(),
+            gate_up=self._projection(gate_up),
+            down=self._projection(weights.down),
+        )
+
+    def _projection(self, projection: Projection) -> PackedProjection:
         bias = None if projection.bias is None else projection.bias.float()
-        return PackedProjection(weight=pack_float(projection.weight).moved(arena), bias=bias)
+        return PackedProjection(weight=self.weight(projection.weight, self._quantization.body), bias=bias)
 
-    gate, up = weights.gate, weights.up
-    gate_up = Projection(
-        weight=interleave(gate.weight, up.weight),
-        bias=None if gate.bias is None or up.bias is None else interleave(gate.bias, up.bias),
-    )
-    return PackedLayer(
-        input_norm=weights.input_norm.float(),
-        qkv=pack(weights.qkv),
-        output=pack(weights.output),
-        mlp_norm=weights.mlp_norm.float(),
-        gate_up=pack(gate_up),
-        down=pack(weights.down),
-    )
+    def weight(self, weight: Tensor, kind: str) -> PackedWeight:
+        packed = pack_float(weight) if kind == "none" else pack_quantized(quantize(weight, kind))
+        return packed.moved(self._arena)
 
 
 def _capacity(config: CheckpointConfig, element_size: int) -> int:

@@ -75,3 +75,8 @@ def read_layer(config: CheckpointConfig, checkpoint: Checkpoint, layer: int) -> 
         up=projection({"mlp.up_proj": ffn}, hidden, config.has_mlp_bias),
         down=projection({"mlp.down_proj": hidden}, ffn, config.has_mlp_bias),
     )
+
+
+def ignored_weights(config: CheckpointConfig) -> tuple[str, ...]:
+    """Endings of names that a checkpoint may hold for nothing."""
+    return ("rotary_emb.inv_freq", "lm_head.weight") if config.is_tied else ("rotary_emb.inv_freq",)

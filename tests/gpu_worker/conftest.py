@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from kernels.cpu.build import CpuKernelsUnavailable, load_library
 from quire.bench.random_model import write_random_model
 
 
@@ -19,3 +21,20 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def qwen2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `test_qwen2` model."""
     return write_random_model("test_qwen2", tmp_path_factory.mktemp("models") / "test_qwen2")
+
+
+@pytest.fixture(scope="session")
+def cpu_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder that holds the compiled kernels; skips where there are none."""
+    folder = tmp_path_factory.mktemp("kernels")
+    try:
+        load_library(folder)
+    except CpuKernelsUnavailable as error:
+        pytest.skip(str(error))
+    return folder
+
+
+@pytest.fixture
+def cache_dir(cpu_kernels: Path, tmp_path: Path) -> str:
+    """A cache folder of the test's own, with the compiled kernels."""
+    return str(shutil.copytree(cpu_kernels, tmp_path / "cache"))

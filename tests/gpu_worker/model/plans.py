@@ -16,11 +16,11 @@ from shared.messages import SamplingParams
 
 
 def make_runner(
-    folder: Path, *, dtype: str = "float32", max_model_len: int | None = None, **engine: Any
+    folder: Path, *, dtype: str = "float32", quantization: str = "none", max_model_len: int | None = None, **engine: Any
 ) -> DecoderRunner:
     """A runner on the CPU with one thread unless said otherwise."""
     settings = {"device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": 16 << 20} | engine
-    model = ModelConfig(model=str(folder), dtype=dtype, max_model_len=max_model_len)
+    model = ModelConfig(model=str(folder), dtype=dtype, quantization=quantization, max_model_len=max_model_len)
     return load_runner(WorkerConfig(model=model, engine=EngineConfig(**settings)))
 
 

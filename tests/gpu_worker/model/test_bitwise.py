@@ -1,9 +1,10 @@
-"""The CPU reference path (float32): a row's bits depend on its own tokens only."""
+"""The CPU paths that promise it: a row's bits depend on its own tokens only."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,36 +47,49 @@ def make_neighbours(count: int, block_size: int) -> list[Sequence]:
     return neighbours
 
 
+@pytest.fixture(scope="module", params=["float32 off", "float32 on", "bfloat16 on", "int8 on", "int4 on"])
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """How it is computed: with torch (float32 only: README says what bfloat16 does there), and with the C kernels."""
+    precision, kernels = request.param.split()
+    if kernels == "on":
+        request.getfixturevalue("cpu_kernels")
+    if precision in ("int8", "int4"):
+        return {"cpu_kernels": kernels, "quantization": precision, "dtype": "bfloat16"}
+    return {"cpu_kernels": kernels, "dtype": precision}
+
+
 @pytest.fixture(scope="module")
-def expected(llama_folder: Path) -> torch.Tensor:
+def expected(llama_folder: Path, way: dict[str, Any]) -> torch.Tensor:
     """Logits of the prompt alone, at once, one thread, block size 16."""
-    runner = make_runner(llama_folder)
+    runner = make_runner(llama_folder, **way)
     return prompt_logits(runner, 512, [], own_blocks(runner))
 
 
 @pytest.mark.parametrize(("num_threads", "block_size"), [(1, 8), (1, 16), (1, 32), (2, 16)])
 def test_logits_do_not_depend_on_chunks(
-    num_threads: int, block_size: int, llama_folder: Path, expected: torch.Tensor
+    num_threads: int, block_size: int, llama_folder: Path, way: dict[str, Any], expected: torch.Tensor
 ) -> None:
     """Cutting a prompt into chunks of 1, 7, 16, 100 or not at all should give the same bits, in any blocks."""
-    runner = make_runner(llama_folder, num_threads=num_threads, block_size=block_size)
+    runner = make_runner(llama_folder, num_threads=num_threads, block_size=block_size, **way)
     order = random.Random(block_size)
     for chunk_size in (1, 7, 16, 100, 512) if num_threads == 1 else (7, 100, 512):
         assert torch.equal(expected, prompt_logits(runner, chunk_size, [], own_blocks(runner, order)))
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_logits_do_not_depend_on_batch(num_threads: int, llama_folder: Path, expected: torch.Tensor) -> None:
+def test_logits_do_not_depend_on_batch(
+    num_threads: int, llama_folder: Path, way: dict[str, Any], expected: torch.Tensor
+) -> None:
     """0 to 32 neighbours, prefilling and decoding, should not change a bit of a sequence's logits."""
-    runner = make_runner(llama_folder, num_threads=num_threads)
+    runner = make_runner(llama_folder, num_threads=num_threads, **way)
     for count in range(33) if num_threads == 1 else (1, 2, 4, 6, 8, 32):
         neighbours = make_neighbours(count, runner.block_size)
         assert torch.equal(expected, prompt_logits(runner, 50, neighbours, own_blocks(runner)))
 
 
-def test_decode_does_not_depend_on_batch(qwen2_folder: Path) -> None:
+def test_decode_does_not_depend_on_batch(qwen2_folder: Path, way: dict[str, Any]) -> None:
     """Decoding in batches of 1 to 33 should give the bits of decoding alone, at each step, for queries in groups."""
-    runner = make_runner(qwen2_folder)
+    runner = make_runner(qwen2_folder, **way)
 
     def decode(count: int) -> list[torch.Tensor]:
         sequence, steps = make_sequence(PROMPT[:20], block_ids=own_blocks(runner)), []
@@ -93,9 +107,9 @@ def test_decode_does_not_depend_on_batch(qwen2_folder: Path) -> None:
             assert torch.equal(expected, mine)
 
 
-def test_seeded_sampling_does_not_depend_on_batch(llama_folder: Path) -> None:
+def test_seeded_sampling_does_not_depend_on_batch(llama_folder: Path, way: dict[str, Any]) -> None:
     """A seeded sequence should draw the same tokens alone, in a batch, and in other chunks."""
-    runner = make_runner(llama_folder)
+    runner = make_runner(llama_folder, **way)
     settings = {"seed": 11, "temperature": 0.9, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2}
     alone = make_sequence(PROMPT, block_ids=own_blocks(runner), **settings)
     (expected,) = generate(runner, [alone], 12)
@@ -105,9 +119,9 @@ def test_seeded_sampling_does_not_depend_on_batch(llama_folder: Path) -> None:
         assert expected == generate(runner, batch, 12, chunk_size)[-1]
 
 
-def test_resumed_sequence_goes_on_the_same(llama_folder: Path) -> None:
+def test_resumed_sequence_goes_on_the_same(llama_folder: Path, way: dict[str, Any]) -> None:
     """A sequence that lost its blocks and is computed anew from its tokens should go on as if nothing had happened."""
-    runner = make_runner(llama_folder)
+    runner = make_runner(llama_folder, **way)
     settings = {"seed": 3, "temperature": 1.0, "frequency_penalty": 0.5, "choice": 2}
     undisturbed = make_sequence(PROMPT, block_ids=own_blocks(runner), **settings)
     (expected,) = generate(runner, [undisturbed], 16)

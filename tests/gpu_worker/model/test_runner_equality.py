@@ -46,12 +46,15 @@ def assert_same_tokens(expected: list[int], margins: list[float], actual: list[i
 
 @pytest.mark.parametrize(("chunk_size", "block_size"), [(512, 16), (32, 8), (7, 32)])
 @pytest.mark.parametrize("name", ["llama_folder", "qwen2_folder"])
+@pytest.mark.parametrize("kernels", ["off", "on"])
 def test_greedy_equals_transformers(
-    name: str, chunk_size: int, block_size: int, request: pytest.FixtureRequest
+    kernels: str, name: str, chunk_size: int, block_size: int, request: pytest.FixtureRequest
 ) -> None:
     """Ragged batches that mix prompt chunks and decodes should give each prompt the tokens it gets alone there."""
+    if kernels == "on":
+        request.getfixturevalue("cpu_kernels")
     folder: Path = request.getfixturevalue(name)
-    runner = make_runner(folder, block_size=block_size)
+    runner = make_runner(folder, block_size=block_size, cpu_kernels=kernels)
     draw = random.Random(7)
     prompts = [[draw.randrange(500) for _ in range(length)] for length in PROMPT_LENS]
     sequences = [make_sequence(prompt) for prompt in prompts]

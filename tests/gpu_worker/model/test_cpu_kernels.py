@@ -1,0 +1,98 @@
+"""Which way a CPU computes, and what is kept of packed weights."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_worker.model.cpu_decoder import CpuDecoder
+from gpu_worker.model.llama import Llama
+from gpu_worker.model.runner import DecoderRunner
+from shared.errors import ConfigError
+from tests.gpu_worker.model.plans import generate, give_blocks, make_runner, make_sequence, plan_step
+
+PROMPT = [random.Random(3).randrange(500) for _ in range(60)]
+NUM_TOKENS = 12
+
+
+def draw(runner: DecoderRunner) -> list[int]:
+    """Tokens after `PROMPT`."""
+    sequence = make_sequence(PROMPT)
+    give_blocks([sequence], runner.block_size, len(PROMPT) + NUM_TOKENS)
+    return generate(runner, [sequence], NUM_TOKENS)[0]
+
+
+@pytest.mark.parametrize("name", ["llama_folder", "qwen2_folder"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_packed_weights_are_read_back_the_same(
+    name: str, quantization: str, cache_dir: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second start should read the packed weights, not the checkpoint's, and give the same tokens."""
+    caplog.set_level(logging.INFO)
+    settings: dict[str, Any] = {"dtype": "bfloat16", "quantization": quantization, "cache_dir": cache_dir}
+    folder: Path = request.getfixturevalue(name)
+    first = draw(make_runner(folder, cpu_kernels="on", **settings))
+    assert "weights.packed" in caplog.text
+    assert "weights.read" not in caplog.text
+    assert first == draw(make_runner(folder, cpu_kernels="on", **settings))
+    assert "weights.read" in caplog.text
+
+
+def test_a_broken_file_of_packed_weights_is_made_again(llama_folder: Path, cache_dir: str) -> None:
+    """A file cut short by a full disk should cost time, not the start."""
+    expected = draw(make_runner(llama_folder, cpu_kernels="on", cache_dir=cache_dir))
+    (file,) = (Path(cache_dir) / "packed").iterdir()
+    file.write_bytes(file.read_bytes()[:1000])
+    assert draw(make_runner(llama_folder, cpu_kernels="on", cache_dir=cache_dir)) == expected
+    assert draw(make_runner(llama_folder, cpu_kernels="on", cache_dir=cache_dir)) == expected
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+def test_a_cache_that_cannot_be_written_stops_nothing(llama_folder: Path, tmp_path: Path) -> None:
+    """Without a folder for compiled kernels torch should compute; `on` should say what is wrong."""
+    file = tmp_path / "file"
+    file.write_text("")
+    assert isinstance(make_runner(llama_folder, cache_dir=str(file))._model, Llama)
+    with pytest.raises(ConfigError, match=r"--cpu-kernels=on: can't write"):
+        make_runner(llama_folder, cpu_kernels="on", cache_dir=str(file))
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+def test_what_the_kernels_do_not_have_is_computed_by_torch(llama_folder: Path) -> None:
+    """Half precision should go to torch by itself, and be refused where the kernels are asked for."""
+    assert isinstance(make_runner(llama_folder)._model, CpuDecoder)
+    assert isinstance(make_runner(llama_folder, cpu_kernels="off")._model, Llama)
+    assert isinstance(make_runner(llama_folder, dtype="float16")._model, Llama)
+    with pytest.raises(ConfigError, match=r"--cpu-kernels=on: .*float16"):
+        make_runner(llama_folder, dtype="float16", cpu_kernels="on")
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+def test_a_machine_without_a_compiler_computes_with_torch(
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No compiler and no library made before: torch, with a line that says why; the same float32 tokens."""
+    expected = draw(make_runner(llama_folder, cpu_kernels="on"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    runner = make_runner(llama_folder, cache_dir=str(tmp_path))
+    assert isinstance(runner._model, Llama)
+    assert "no C compiler" in caplog.text
+    assert draw(runner) == expected
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_logits_are_those_of_torch(quantization: str, qwen2_folder: Path) -> None:
+    """Both ways should quantize the same weights the same; what they round elsewhere may tip single values."""
+    logits = []
+    for kernels in ("on", "off"):
+        runner = make_runner(qwen2_folder, cpu_kernels=kernels, quantization=quantization)
+        sequence = make_sequence(PROMPT)
+        give_blocks([sequence], runner.block_size, len(PROMPT) + 1)
+        logits.append(runner.compute_logits(plan_step([sequence], 512))[0].clone())
+    assert torch.nn.functional.cosine_similarity(*logits, dim=0) > 0.999
