@@ -125,13 +125,17 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
 
 def _int_sums(x: Tensor, w: Tensor) -> Tensor:
     """x · wᵀ of int8, exact, then rounded to float32."""
-    if _is_int_mm_exact() and x.shape[0] and x.shape[1]:
+    if _is_int_mm_exact() and x.shape[0]:
         return torch._int_mm(x, w.T).float()
-    parts = range(0, x.shape[1], _EXACT_SUMMANDS)
+    return exact_product(x, w).float()
+
+
+def exact_product(x: Tensor, w: Tensor) -> Tensor:
+    """x [rows, in] · w [out, in]ᵀ of int8 in int32, by float32 products that are short enough not to round."""
     sums = torch.zeros(x.shape[0], w.shape[0], dtype=torch.int32)
-    for k in parts:
+    for k in range(0, x.shape[1], _EXACT_SUMMANDS):
         sums += (x[:, k : k + _EXACT_SUMMANDS].float() @ w[:, k : k + _EXACT_SUMMANDS].float().T).int()
-    return sums.float()
+    return sums
 
 
 def _int4_sums(x: Tensor, weight: QuantizedWeight) -> Tensor:

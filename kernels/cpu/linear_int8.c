@@ -4,7 +4,7 @@
  * weights are the unsigned operand; sums start from what undoes their zero point (ops.h). They are exact, so their
  * order is free. What follows is not: float(sum) · weight scale · x scale, then bias and epilogue (linear_finish).
  *
- * - One pass (few rows): memory is the limit, so panels are prefetched DISTANCE ahead, as in linear.c.
+ * - One pass (few rows): memory is the limit, so panels are prefetched LOOK_AHEAD, as in linear.c.
  * - Many: the multiplications are. 12 rows × 2 panels of sums stay in registers while a pass reads both panels; the
  *   next pass finds them in the cache. Meanwhile the next tile's panels are prefetched, a line a step.
  */
@@ -15,9 +15,8 @@
 #define MAX_ROWS 12
 /* Up to here four panels at a time, for enough independent sums. */
 #define FEW_ROWS 4
-/* Bytes ahead in a panel, into L2. With one thread on Zen 4, 1 / 8 rows took 0.8 / 0.6 times as long as with prefetches
- * into L1, which keep its few fill buffers busy until memory answers. */
-#define DISTANCE 4096
+/* Bytes ahead, of all panels at a time together, into L2 as in linear.c. */
+#define LOOK_AHEAD 8192
 
 typedef struct pass {
     const char *panels;
@@ -66,8 +65,9 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
         for (int p = 0; p < panels; p++)
             sum[r][p] = _mm512_set1_epi32(*(const int32_t *)((const char *)t->starts + r * t->x_stride));
     if (is_streaming) {
-        const int64_t turn = t->panel_bytes > DISTANCE ? t->panel_bytes - DISTANCE : 0;
-        accumulate(rows, panels, 1, t, 0, turn, t->panels + DISTANCE, sum);
+        const int64_t distance = LOOK_AHEAD / panels;
+        const int64_t turn = t->panel_bytes > distance ? t->panel_bytes - distance : 0;
+        accumulate(rows, panels, 1, t, 0, turn, t->panels + distance, sum);
         accumulate(rows, panels, 1, t, turn, t->panel_bytes, t->next - turn, sum);
     } else {
         accumulate(rows, panels, 0, t, 0, t->panel_bytes, t->next, sum);

@@ -15,6 +15,7 @@ _ZERO_POINT = 8
 _SIGN = -128
 """Turns int8 into uint8 + 128 and back."""
 _PANELS_AT_ONCE = 256
+"""Temporary copies stay small beside the weight."""
 
 
 def pack_quantized(weight: QuantizedWeight) -> PackedWeight:
@@ -29,19 +30,20 @@ def unpack_quantized(packed: PackedWeight) -> QuantizedWeight:
 
 def _pack_int8(weight: QuantizedWeight) -> PackedWeight:
     out_features, in_features = weight.values.shape
-    padding = -out_features % LANES
-    values = F.pad(weight.values, (0, -in_features % 4, 0, padding)) ^ _SIGN
-    panels = aligned_bytes(values.numel())
-    columns = values.shape[1] // 4
-    panels.view(torch.int32).view(-1, columns, LANES).copy_(
-        values.view(torch.int32).view(-1, LANES, columns).transpose(1, 2)
-    )
+    num_panels, columns = -(-out_features // LANES), -(-in_features // 4)
+    panels = aligned_bytes(num_panels * columns * 4 * LANES)
+    by_panel = panels.view(torch.int32).view(num_panels, columns, LANES)
+    for first in range(0, num_panels, _PANELS_AT_ONCE):
+        values = weight.values[first * LANES : (first + _PANELS_AT_ONCE) * LANES]
+        values = F.pad(values, (0, -in_features % 4, 0, -values.shape[0] % LANES)) ^ _SIGN
+        chunk = values.view(torch.int32).view(-1, LANES, columns).transpose(1, 2)
+        by_panel[first : first + _PANELS_AT_ONCE] = chunk
     return PackedWeight(
         dtype=Dtype.INT8,
         in_features=in_features,
         out_features=out_features,
         panels=panels,
-        scales=F.pad(weight.scales, (0, padding)),
+        scales=F.pad(weight.scales, (0, -out_features % LANES)),
     )
 
 

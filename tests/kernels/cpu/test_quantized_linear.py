@@ -11,13 +11,20 @@ from torch import Tensor
 from kernels.cpu.linear import PackedWeight, add_linear, interleave
 from kernels.cpu.ops import Epilogue
 from kernels.cpu.pack import pack_quantized, unpack_quantized
-from kernels.quantized_linear import QuantizedWeight, quantize_int4, quantize_int8, quantize_rows, quantized_linear
+from kernels.quantized_linear import (
+    QuantizedWeight,
+    exact_product,
+    quantize_int4,
+    quantize_int8,
+    quantize_rows,
+    quantized_linear,
+)
 from tests.kernels.cpu.conftest import Machine, quantized_rows
 
 Quantize = Callable[[Tensor], QuantizedWeight]
 
 SIZES = [(1, 1), (16, 4), (17, 63), (33, 100), (100, 33), (64, 896), (80, 4864)]
-ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 33, 100]
+ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 33, 100, 400]
 
 both = pytest.mark.parametrize("quantize", [quantize_int8, quantize_int4])
 
@@ -163,6 +170,15 @@ def test_refuses_a_weight_that_is_not_finite(quantize: Quantize, bad: float) -> 
     weight[1, 3] = bad
     with pytest.raises(ValueError, match="NaN"):
         quantize(weight)
+
+
+@pytest.mark.parametrize("fill", [127, -127, None])
+def test_products_of_integers_are_exact(fill: int | None) -> None:
+    """The product in parts, for machines whose own int8 product isn't exact, should be that of integers."""
+    shape = (3, 5000)
+    x = torch.randint(-127, 128, shape, dtype=torch.int8) if fill is None else torch.full(shape, fill, dtype=torch.int8)
+    w = torch.full((2, 5000), 127, dtype=torch.int8)
+    assert torch.equal(x.long() @ w.long().T, exact_product(x, w).long())
 
 
 def test_refuses_rows_of_another_width() -> None:
