@@ -25,7 +25,5 @@ void linear_prefetch_outputs(const linear_args *args, int64_t first_row, int64_t
 /* Bytes of a panel of 16 outputs. */
 int64_t panel_bytes(const weight *weight);
 
-#pragma weak int8_tile
-#pragma weak int4_tile
 void int8_tile(const linear_args *args, const linear_tile *tile);
 void int4_tile(const linear_args *args, const linear_tile *tile);

@@ -61,16 +61,6 @@ typedef struct op_class {
     int64_t (*prefetch)(const void *args, const step *step, int thread, int num_threads, int64_t cursor);
 } op_class;
 
-#pragma weak embed_class
-#pragma weak norm_class
-#pragma weak linear_class
-#pragma weak rotary_kv_class
-#pragma weak attention_plan_class
-#pragma weak attention_class
-#pragma weak attention_merge_class
-#pragma weak quantize_class
-#pragma weak argmax_class
-#pragma weak argmax_merge_class
 extern const op_class embed_class, norm_class, linear_class, rotary_kv_class, attention_plan_class, attention_class,
     attention_merge_class, quantize_class, argmax_class, argmax_merge_class;
 
