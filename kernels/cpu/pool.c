@@ -68,6 +68,7 @@ struct pool {
     progress *progress; /* [max_ops] */
     member *members;
     int32_t num_threads;
+    int32_t max_ops;
 };
 
 static _Thread_local struct {
@@ -230,6 +231,7 @@ pool *pool_open(int32_t num_threads, int32_t max_ops) {
     memset(states, 0, (size_t)max_ops * sizeof(progress));
     made->progress = states;
     made->members = members;
+    made->max_ops = max_ops;
     made->num_threads = 1;
     for (int32_t i = 1; i < num_threads; i++) {
         members[i] = (member){.pool = made, .index = i};
@@ -246,6 +248,11 @@ void pool_close(pool *pool) {
     atomic_store(&pool->is_closing, 1);
     atomic_fetch_add(&pool->run, 2);
     futex(&pool->run, FUTEX_WAKE, INT32_MAX);
+    /* A thread may have gone to sleep on an op of an earlier run whose count looked the same again in a later one. */
+    for (int32_t i = 0; i < pool->max_ops; i++) {
+        atomic_store(&pool->progress[i].done, UINT64_MAX);
+        if (atomic_load(&pool->progress[i].num_sleeping)) futex(low_half(&pool->progress[i].done), FUTEX_WAKE, INT32_MAX);
+    }
     for (int32_t i = 1; i < pool->num_threads; i++) pthread_join(pool->members[i].thread, NULL);
     free(pool->members);
     free(pool->progress);
