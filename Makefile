@@ -23,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --log $(VENV)/pip.log in
 SHOW := sed -u -n -e 's/^ *\(Downloading .*[0-9] MB)\).*/  \1/p' -e 's/^\(Processing .*\)/  \1/p' \
 	-e 's/^Installing collected packages.*/  installing/p' -e '/^ *ERROR/p'
 
-.PHONY: help serve setup setup-local setup-dev test test-full test-slow lint type bench bench-gpu clean
+.PHONY: help serve setup setup-local setup-dev test test-full test-slow lint type bench bench-gpu kernels clean
 
 help: ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -55,6 +55,9 @@ bench: setup-local ## measure README's table (minutes): ARGS="--repeats 5"; PEER
 
 bench-gpu: setup-local ## time each kernel on this machine's CUDA card, and decode; writes JSON: ARGS="--json FILE ..."
 	@$(BIN)/quire bench gpu $(ARGS)
+
+kernels: setup-local ## compile the CPU kernels beside their sources, for images (a worker compiles them by itself)
+	@$(BIN)/python -m kernels.cpu.build
 
 clean: ## remove .venv and caches of tools (models in ~/.cache/quire stay)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis quire.egg-info build

@@ -1,22 +1,26 @@
 """Compiles the C sources once for this machine's instruction set and loads the result.
 
-The library lies in the cache folder under the hash of sources, flags and compiler, so a new version or machine builds
-anew (some seconds) and everybody else finds it. Two processes that build at once each rename a finished file into
-place. Without AVX-512 or without a compiler there is no library, and why not is said once: the torch paths run then.
+The library lies in the cache folder under the hash of sources and flags, so a new version builds anew (some seconds)
+and everybody else finds it. Two processes that build at once each rename a finished file into place. `python -m
+kernels.cpu.build` puts it into the folder `built` beside the sources, where it is looked for first: images bring it
+along and need no compiler. Without AVX-512, or without a library and a compiler, why not is said once: the torch paths
+run then.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
+BUILT = _FOLDER / "built"
+"""Comes with the sources, or is not there."""
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Wno-unused-parameter",
           "-ffp-contract=off", "-fno-math-errno")  # fmt: skip
@@ -71,13 +75,14 @@ def build(cache_folder: Path, extra_flags: tuple[str, ...] = ()) -> Build:
     Raises:
         CpuKernelsUnavailable: no compiler, or it failed, or the folder can't be written.
     """
-    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    flags = (*_FLAGS, *_MACHINE_FLAGS, *extra_flags)
+    name = f"kernels-{_digest(flags)}.so"
+    for path in (BUILT / name, cache_folder / name):
+        if path.is_file():
+            return Build(path, is_new=False)
+    compiler = next((found for candidate in _COMPILERS if (found := shutil.which(candidate))), None)
     if compiler is None:
         raise CpuKernelsUnavailable(f"no C compiler ({', '.join(_COMPILERS)}) is installed")
-    flags = (*_FLAGS, *_MACHINE_FLAGS, *extra_flags)
-    path = cache_folder / f"kernels-{_digest(compiler, flags)}.so"
-    if path.is_file():
-        return Build(path, is_new=False)
     try:
         cache_folder.mkdir(parents=True, exist_ok=True)
         _compile([compiler, *flags, *map(str, sorted(_FOLDER.glob("*.c")))], path)
@@ -101,9 +106,8 @@ def _compile(command: list[str], path: Path) -> None:
         made.unlink(missing_ok=True)
 
 
-def _digest(compiler: str, flags: tuple[str, ...]) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    digest = hashlib.sha256(repr((os.path.realpath(compiler), flags)).encode() + version)
+def _digest(flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256(repr(flags).encode())
     for path in sorted(_FOLDER.glob("*.[ch]")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:20]
@@ -116,3 +120,10 @@ def _cpu_flags() -> frozenset[str]:
         return frozenset()
     line = next((line for line in lines if line.startswith("flags")), "")
     return frozenset(line.partition(":")[2].split())
+
+
+if __name__ == "__main__":
+    try:
+        print(build(BUILT).path)
+    except CpuKernelsUnavailable as error:
+        sys.exit(f"the CPU kernels can't be built: {error}")

@@ -153,6 +153,8 @@ bring_tree() {
   rm -rf "$project" && mkdir "$project"
   git -C "$tree" ls-files -z --cached --others --exclude-standard |
     tar -C "$tree" --null --files-from=- --ignore-failed-read -c 2>/dev/null | tar -C "$project" -x
+  # containers reach no package index for a compiler; without one here, either, workers compute with torch
+  (cd "$project" && "$python" -m kernels.cpu.build) >&2 || true
   cp -rl "$wheels" "$project/wheels" 2>/dev/null || cp -r "$wheels" "$project/wheels"
 }
 
