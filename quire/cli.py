@@ -46,7 +46,7 @@ def serve(arguments: list[str]) -> int:
 
 
 def bench(arguments: list[str]) -> int:
-    """Measure: a running server (`serve`), this machine (`table`), the engine (`step`, `growth`) or a GPU (`gpu`)."""
+    """Measure a server (`serve`), this machine (`table`), the engine (`step`, `growth`), the services or a GPU."""
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         print("usage: quire bench COMMAND [options]\n")
@@ -91,6 +91,13 @@ def bench_gpu(arguments: list[str]) -> int:
     return gpu.main(arguments)
 
 
+def bench_gateway(arguments: list[str]) -> int:
+    """Measure what gateway, scheduler, worker loop and Redis cost beside the model; no server needed."""
+    from quire.bench import gateway as measure
+
+    return measure.main(arguments)
+
+
 def bench_model(arguments: list[str]) -> int:
     """Make a model with random weights: q05b|tiny FOLDER."""
     from quire.bench.random_model import SHAPES, write_random_model
@@ -110,6 +117,7 @@ BENCH_COMMANDS: dict[str, Command] = {
     "serve": bench_serve,
     "step": bench_step,
     "growth": bench_growth,
+    "gateway": bench_gateway,
     "gpu": bench_gpu,
     "model": bench_model,
 }
