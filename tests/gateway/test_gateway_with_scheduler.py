@@ -49,7 +49,7 @@ async def test_a_stream_outlives_its_gateway(bus: Bus, make_site: SiteMaker) -> 
     """After one gateway has gone by a drain, another should give the rest of its stream."""
     first = await make_site(bus=bus, leads=False, drain_s=0.0)
     async with scheduler(bus):
-        second = await make_site(bus=bus, leads=False, worker={"model": "idle"})
+        second = await make_site(bus=bus, leads=False, worker={"model": "idle", "fingerprint": "idle"})
         first.worker.step_s = 0.05
         body = {"prompt": "hi", "max_tokens": 50, "stream": True}
         running = asyncio.create_task(follow(first.http, first.base_url + COMPLETIONS, body))
