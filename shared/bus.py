@@ -12,7 +12,7 @@ Any method raises `BusUnavailable` (the effect may have happened), `BusRefused` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -360,7 +360,12 @@ class GatewayOps(Protocol):
 
 
 class Subscription(Protocol):
-    """One pub/sub subscription that re-subscribes by itself after a lost connection."""
+    """One pub/sub subscription that re-subscribes by itself after a lost connection.
+
+    `deliver`, if it is set, may be called with a publication while `next` waits, instead of `next` returning it.
+    """
+
+    deliver: Callable[[list[ChannelMessage]], None] | None
 
     async def next(self, timeout_s: float) -> list[ChannelMessage] | Subscribed | None:
         """The next publication; `Subscribed` after each confirmation (the first one, and after each reconnect:

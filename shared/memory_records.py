@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shared import wire
@@ -179,6 +180,7 @@ class MemorySubscription:
     """See `shared.bus.Subscription`."""
 
     def __init__(self) -> None:
+        self.deliver: Callable[[list[ChannelMessage]], None] | None = None  # `next` returns everything here
         self._queue: asyncio.Queue[bytes | Subscribed] = asyncio.Queue()
         self._queue.put_nowait(Subscribed())
         self.is_closed = False

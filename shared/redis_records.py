@@ -11,7 +11,7 @@ from shared.bus import BusLimits, ChoiceState, NewRequest, RequestRecord, Reques
 from shared.errors import WireError
 from shared.ids import RequestId, WorkerId
 from shared.messages import RequestEnded, SubmitRequest
-from shared.redis_link import Argument
+from shared.redis_connection import Argument
 from shared.redis_scripts import RECORD_REPLY_FIELDS
 
 Listeners = list[tuple[str, str]]

@@ -13,7 +13,8 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from shared.errors import WireError
-from shared.messages import TAGS, WIRE_VERSION, Message
+from shared.ids import RequestId
+from shared.messages import TAGS, WIRE_VERSION, Message, RequestEnded, TokenChunk
 
 M = TypeVar("M")
 
@@ -23,6 +24,16 @@ _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _FIELDS = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in TAGS.values()}
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
+
+
+class _Chunk(msgspec.Struct, tag_field="t", tag=_TAG_OF[TokenChunk], forbid_unknown_fields=True):
+    v: int
+    request_id: str
+    offset: int
+    data: bytes
+
+
+_chunks = msgspec.msgpack.Decoder(list[_Chunk])
 
 
 def encode(message: Message) -> bytes:
@@ -63,6 +74,18 @@ def decode_batch(data: bytes, *expected: type[M]) -> list[M]:
     if not isinstance(items, list):
         raise WireError("a publication is an array of messages")
     return [_require(_decode_map(item), expected) for item in items]
+
+
+def decode_publication(data: bytes) -> list[TokenChunk | RequestEnded]:
+    """As `decode_batch` for what commits and ends publish. Nearly every publication is chunks of our own version only;
+    those are decoded by their type in one go, and whatever is not takes the long way."""
+    try:
+        chunks = _chunks.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return decode_batch(data, TokenChunk, RequestEnded)
+    if any(chunk.v != WIRE_VERSION for chunk in chunks):
+        return decode_batch(data, TokenChunk, RequestEnded)
+    return [TokenChunk(request_id=RequestId(c.request_id), offset=c.offset, data=c.data) for c in chunks]
 
 
 def encode_batch(messages: list[Message]) -> bytes:

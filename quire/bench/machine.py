@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quire import __version__
 
-_PACKAGES = ("torch", "triton", "transformers", "redis", "aiohttp")
+_PACKAGES = ("torch", "triton", "transformers", "hiredis", "aiohttp")
 
 
 def describe() -> dict[str, object]:

@@ -14,15 +14,15 @@ import pytest
 
 from quire.embedded_redis import EmbeddedRedis
 from shared import keys, redis_subscription
-from shared.bus import Bus, BusLimits, RequestState, Subscribed, Subscription
+from shared.bus import Bus, BusLimits, ChannelMessage, RequestState, Subscribed, Subscription
 from shared.errors import BusError, BusRefused, BusUnavailable, ConfigError
 from shared.log import TokenEntry
-from shared.messages import RequestEnded
+from shared.messages import RequestEnded, TokenChunk
 from tests.conftest import find_leaks
 from tests.contract.cell import G1, TOKEN, W1, Cell, RequestSpec, make_hello, make_item, make_request
 from tests.waiting import wait_until_async
 
-pytest.importorskip("redis", reason="the redis package is not installed here")
+pytest.importorskip("hiredis", reason="the hiredis package is not installed here")
 
 from shared.redis_bus import open_bus
 from shared.redis_link import RedisLink
@@ -54,7 +54,7 @@ async def link(own_server: EmbeddedRedis) -> AsyncIterator[RedisLink]:
 
 
 async def test_a_cancellation_is_never_lost(link: RedisLink) -> None:
-    """A task that is cancelled at any moment of a command should end, though redis-py may swallow the cancellation."""
+    """A task that is cancelled at any moment of a command should end."""
 
     async def ask_for_ever() -> None:
         while True:
@@ -67,6 +67,29 @@ async def test_a_cancellation_is_never_lost(link: RedisLink) -> None:
         task.cancel()
         _, running = await asyncio.wait({task}, timeout=5)
         assert not running, f"not ended after {turn % 40} turns of the loop"
+
+
+async def test_many_reads_at_once_get_their_own_replies(link: RedisLink) -> None:
+    """Blocking reads that run side by side, again and again, should each get their own reply and never be cut off."""
+
+    async def read_often(name: str) -> None:
+        for number in range(100):
+            text = f"{name}.{number}"
+            assert await link.wait("ECHO", text) == text.encode()
+
+    await asyncio.gather(*(read_often(str(i)) for i in range(8)))
+
+
+async def test_a_cancelled_caller_does_not_shift_replies(link: RedisLink) -> None:
+    """The reply to a command whose caller has gone should be dropped, not given to the next one."""
+    await link.call("PING")
+    for number in range(50):
+        leaving = asyncio.create_task(link.call("ECHO", "for nobody"))
+        staying = asyncio.create_task(link.call("ECHO", str(number)))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        assert await staying == str(number).encode()
+        assert leaving.cancelled() or await leaving == b"for nobody"
 
 
 async def _subscribed(bus: Bus) -> Subscription:
@@ -169,6 +192,28 @@ async def test_a_bad_publication_is_buried(own_cell: Cell, link: RedisLink) -> N
     event = await _next_event(subscription)
     assert isinstance(event, list)
     assert await link.call("XLEN", keys.DEAD) == 4
+    await subscription.close()
+
+
+async def test_publications_may_be_delivered_by_a_call(own_cell: Cell, link: RedisLink) -> None:
+    """While `next` waits each publication should go to `deliver`, in order and once; what nobody can read to `dead`."""
+    request_id = await own_cell.run()
+    subscription = await _subscribed(own_cell.bus)
+    delivered: list[ChannelMessage] = []
+    subscription.deliver = delivered.extend
+    waiting = asyncio.create_task(subscription.next(1.0))
+    await asyncio.sleep(0)
+    for token_id in (11, 12):
+        await own_cell.commit(request_id, token_id - 11, token_id)
+    await own_cell.bus.end(request_id, "cancelled")
+    await link.call("PUBLISH", keys.token_channel(G1), b"\xc1")
+    assert await waiting is None
+    first, second, ended = delivered
+    assert isinstance(first, TokenChunk)
+    assert isinstance(second, TokenChunk)
+    assert (first.offset, second.offset) == (0, len(first.data))
+    assert isinstance(ended, RequestEnded)
+    assert await link.call("XLEN", keys.DEAD) == 1
     await subscription.close()
 
 

@@ -15,7 +15,7 @@ from shared.redis_bus import open_bus
 async def test_a_call_cancelled_while_it_connects_should_end_as_cancelled(
     redis_server: EmbeddedRedis, num_turns: int
 ) -> None:
-    """redis-py loses a cancellation that comes between opening the socket and its first replies; we should not."""
+    """Wherever between opening the socket and the first reply the cancellation comes, the task should end by it."""
     bus = open_bus(redis_server.url)
     task = asyncio.create_task(bus.beat(WorkerId("w:1"), 1, []))
     for _ in range(num_turns):

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 
 from shared import wire
 from shared.errors import WireError
-from shared.messages import TAGS, WIRE_VERSION, AbortRequest, HeldRequest, PreemptRequest, RunRequest, TokenChunk
+from shared.ids import RequestId
+from shared.messages import (
+    TAGS,
+    WIRE_VERSION,
+    AbortRequest,
+    HeldRequest,
+    PreemptRequest,
+    RequestEnded,
+    RunRequest,
+    TokenChunk,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -237,3 +247,36 @@ def test_pickles_are_noise() -> None:
     for package in ("shared", "gateway", "scheduler_svc", "gpu_worker", "quire", "kernels"):
         for path in (ROOT / package).rglob("*.py"):
             assert "import pickle" not in path.read_text(), path
+
+
+CHUNKS = st.lists(st.builds(TokenChunk, request_id=st.text(max_size=20), offset=st.integers(0, 2**40),
+                            data=st.binary(max_size=300)), max_size=20)  # fmt: skip
+ENDED = RequestEnded(request_id=RequestId("r"), reason="finished", prompt_tokens=3)
+
+
+@settings(deadline=None)
+@given(CHUNKS, st.booleans())
+def test_publications_come_back(chunks: list[TokenChunk], has_end: bool) -> None:
+    """What commits and ends publish should be read as it was written, in its order."""
+    messages: list[TokenChunk | RequestEnded] = [*chunks, *([ENDED] if has_end else [])]
+    assert wire.decode_publication(wire.encode_batch(list(messages))) == messages
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"v": 0}, {"v": "1"}, {"v": WIRE_VERSION, "more": 1}, {"t": "run"}, {"offset": "3"}, {"data": [1]},
+     {"request_id": 7}, {"offset": None}],
+    ids=str,
+)  # fmt: skip
+def test_publications_are_read_strictly(change: dict[str, Any]) -> None:
+    """A publication with one bad message should be refused."""
+    good = {"t": "chunk", "v": WIRE_VERSION, "request_id": "r", "offset": 3, "data": b"\x92\x00\x07"}
+    with pytest.raises(WireError):
+        wire.decode_publication(msgpack.packb([good, good | change]))
+
+
+def test_publications_of_a_later_version_are_read() -> None:
+    """Fields that a later version adds should be passed over, as in every message."""
+    later = {"t": "chunk", "v": WIRE_VERSION + 1, "request_id": "r", "offset": 3, "data": b"\x92\x00\x07", "more": [1]}
+    (chunk,) = wire.decode_publication(msgpack.packb([later]))
+    assert chunk == TokenChunk(request_id=RequestId("r"), offset=3, data=b"\x92\x00\x07")
