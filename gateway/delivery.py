@@ -8,13 +8,13 @@ draining gateway (nothing is told: the listener goes with the gateway, so that a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 from gateway.background import Background, insist
 from gateway.detokenize import TokenText
 from gateway.errors import from_ended
-from gateway.fold import Event, EventId, ResponseFold, Usage
+from gateway.fold import Batch, EventId, ResponseFold, Usage
 from gateway.relay import Listener
 from shared.bus import Bus
 from shared.errors import InvalidRequest, RequestFailed
@@ -47,7 +47,7 @@ class Delivery:
         self._bus = bus
         self._gateway_id = gateway_id
         self._listener = listener
-        self._fold = ResponseFold(body, token_text)
+        self.fold = ResponseFold(body, token_text)
         self._background = background
         self._timeout_s = timeout_s
         self.body = body
@@ -57,28 +57,33 @@ class Delivery:
     @property
     def usage(self) -> Usage:
         """Tokens so far; final when complete."""
-        return self._fold.usage
+        return self.fold.usage
 
-    async def batches(self, after: EventId | None = None) -> AsyncIterator[list[tuple[EventId, Event]]]:
+    async def batches(self, after: EventId | None = None) -> AsyncIterator[Batch]:
         """Events past `after`, in order, as they come; lists are never empty. Ends when the response is complete.
 
         Raises:
             RequestError: the request ended otherwise; or `after` lies beyond the end of an ended log.
         """
-        while not self._fold.is_complete:
+        while not self.fold.is_complete:
             entries = await self._listener.read()
             for start in range(0, len(entries), SLICE):
-                events = self._fold.feed(entries[start : start + SLICE])
+                events = self.fold.feed(entries[start : start + SLICE])
                 self._tell_stops()
                 if after is not None:
                     events = [pair for pair in events if pair[0] > after]
                 if events:
                     yield events
+                if start + SLICE < len(entries):
                     await asyncio.sleep(0)
             if not entries:
                 raise self._why_incomplete(after)
-        if after is not None and after.entries > self._fold.num_entries:
+        if after is not None and after.entries > self.fold.num_entries:
             raise _beyond_end(after)
+
+    def go_live(self, live: Callable[[bytes], bool]) -> None:
+        """From now on offer `live` the next bytes of the log first, whenever `batches` waits for some."""
+        self._listener.live = live
 
     def complete(self) -> None:
         """The client has everything."""
@@ -97,7 +102,7 @@ class Delivery:
             await self._bus.end(self.request_id, "cancelled")
 
     def _tell_stops(self) -> None:
-        for choice, index in self._fold.take_stops():
+        for choice, index in self.fold.take_stops():
             stop = partial(self._bus.stop_choice, self.request_id, choice, index)
             self._background.spawn(insist(stop, request_id=self.request_id, timeout_s=self._timeout_s))
 
@@ -106,7 +111,7 @@ class Delivery:
         ended = self._listener.ended
         if ended is None or ended.reason == "finished":
             return RequestFailed("the log of the request is not whole", code="log_not_whole")
-        if after is not None and after.entries > self._fold.num_entries:
+        if after is not None and after.entries > self.fold.num_entries:
             return _beyond_end(after)
         return from_ended(ended)
 

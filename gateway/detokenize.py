@@ -48,6 +48,7 @@ class TokenText:
             id_: token.content for id_, token in folder.tokenizer.get_added_tokens_decoder().items() if token.special
         }
         self._table = _make_table(folder)
+        self._texts = dict.fromkeys(self._special, "")
         self._strips_space = self._table is not None and _strips_leading_space(folder.decoder_spec)
 
     def is_special(self, token_id: int) -> bool:
@@ -58,7 +59,7 @@ class TokenText:
         """A detokenizer for a new choice."""
         if self._table is None:
             return _WindowDetokenizer(self._tokenizer)
-        return _TableDetokenizer(self._table, self._special, self._strips_space)
+        return _TableDetokenizer(self._table, self._texts, strips_space=self._strips_space)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that stand for one token where logprobs name it; control tokens by their spelling."""
@@ -78,19 +79,32 @@ class TokenText:
 
 
 class _TableDetokenizer:
-    def __init__(self, table: dict[int, bytes], special: dict[int, str], strips_space: bool) -> None:
+    """`texts` is shared by all: the text of each token, seen so far, that neither begins nor ends within a character.
+    Control tokens are in it from the start, without text."""
+
+    def __init__(self, table: dict[int, bytes], texts: dict[int, str], *, strips_space: bool) -> None:
         self._table = table
-        self._special = special
+        self._texts = texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_within = False
         self._strips_space = strips_space
 
     def feed(self, token_id: int) -> str:
-        if token_id in self._special:
-            return ""
-        return self._strip(self._decoder.decode(self._table.get(token_id, b"")))
+        text = self._texts.get(token_id)
+        if text is None or (self._is_within and text):
+            text = self._decode(token_id)
+        return self._strip(text) if self._strips_space else text
 
     def finish(self) -> str:
         return self._strip(self._decoder.decode(b"", True))
+
+    def _decode(self, token_id: int) -> str:
+        was_within = self._is_within
+        text = self._decoder.decode(self._table.get(token_id, b""))
+        self._is_within = bool(self._decoder.getstate()[0])
+        if not was_within and not self._is_within:
+            self._texts[token_id] = text
+        return text
 
     def _strip(self, text: str) -> str:
         """Drop one space at the very start of the text, where the tokenizer's decoder does."""

@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from gateway.delivery import Delivery
-from gateway.fold import Event, EventId
+from gateway.fold import Batch, Event, EventId
+from gateway.live import go_live
 from gateway.sse import KEEP_ALIVE, Renderer, error_frame
 from gateway.state import REQUEST_ID, Gateway
 from gateway.watch import ResponseWatch
@@ -28,7 +29,6 @@ LAST_WRITE_S = 1.0
 """How long a client that reads nothing is given to take the error event."""
 
 _log = get_log("gateway.exchange")
-Batch = list[tuple[EventId, Event]]
 
 
 class Exchange:
@@ -91,7 +91,7 @@ class Exchange:
         events: list[Event] = []
         async for batch in self._delivery.batches():
             events += [event for _, event in batch]
-            self._watch.note(event for _, event in batch)
+            self._watch.note(batch)
         failpoint("gateway.before_write", self._delivery.request_id)
         body = self._renderer().answer(events, self._delivery.usage)
         self._end_complete()
@@ -100,11 +100,15 @@ class Exchange:
     async def _stream(self) -> web.StreamResponse:
         renderer = self._renderer()
         response: web.StreamResponse | None = None
+        is_live = bool(self._gateway.http.sse_keep_alive_s)  # keep-alive counts silence where the short way is not seen
         async for batch in self._batches():
             response = await self._start()
             failpoint("gateway.before_write", self._delivery.request_id)
-            await response.write(b"".join(renderer.frame(*pair) for pair in batch) if batch else KEEP_ALIVE)
-            self._watch.note(event for _, event in batch)
+            await response.write(renderer.frames(batch) if batch else KEEP_ALIVE)
+            self._watch.note(batch)
+            if not is_live:
+                is_live = True
+                go_live(self._request, self._delivery, renderer, self._watch)
         response = response or await self._start()  # nothing to send: the client has had everything
         self._end_complete()
         with contextlib.suppress(ConnectionError):  # a client may leave once it has seen the last event
@@ -134,26 +138,11 @@ class Exchange:
             self._cut()
         return self._started
 
-    async def _batches(self) -> AsyncIterator[Batch]:
+    def _batches(self) -> AsyncIterator[Batch]:
         """The delivery's batches; with keep-alive on, an empty one at once and after each silence."""
         silence_s = self._gateway.http.sse_keep_alive_s
         batches = self._delivery.batches(self._after)
-        if not silence_s:
-            async for batch in batches:
-                yield batch
-            return
-        yield []
-        while True:
-            coming = asyncio.ensure_future(anext(batches, None))
-            try:
-                while not (await asyncio.wait({coming}, timeout=silence_s))[0]:
-                    yield []
-            finally:
-                coming.cancel()
-            coming_batch = await coming
-            if coming_batch is None:
-                return
-            yield coming_batch
+        return _with_keep_alive(batches, silence_s) if silence_s else batches
 
     def _end_complete(self) -> None:
         self._is_over = True
@@ -198,3 +187,19 @@ _STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+
+
+async def _with_keep_alive(batches: AsyncIterator[Batch], silence_s: float) -> AsyncIterator[Batch]:
+    """`batches`, and an empty one at once and after each `silence_s` without any."""
+    yield []
+    while True:
+        coming = asyncio.ensure_future(anext(batches, None))
+        try:
+            while not (await asyncio.wait({coming}, timeout=silence_s))[0]:
+                yield []
+        finally:
+            coming.cancel()
+        coming_batch = await coming
+        if coming_batch is None:
+            return
+        yield coming_batch

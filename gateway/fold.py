@@ -73,6 +73,7 @@ class Done:
 
 
 Event = RoleEvent | TextEvent | ChoiceEnd | Usage | Done
+Batch = list[tuple[EventId, Event]]
 
 
 class ResponseFold:
@@ -84,6 +85,7 @@ class ResponseFold:
         self._num_open = len(self._choices)
         self._stops: list[tuple[int, int]] = []
         self.num_entries = 0
+        self._is_plain = not body.stop and body.sampling.num_logprobs is None
 
     @property
     def is_complete(self) -> bool:
@@ -96,9 +98,9 @@ class ResponseFold:
         prompt_tokens = sum(len(prompt) for prompt in self._body.prompts)
         return Usage(prompt_tokens, sum(choice.num_tokens for choice in self._choices))
 
-    def feed(self, entries: Iterable[LogEntry]) -> list[tuple[EventId, Event]]:
+    def feed(self, entries: Iterable[LogEntry]) -> Batch:
         """Fold `entries` in; the events that they give, in order."""
-        found: list[tuple[EventId, Event]] = []
+        found: Batch = []
         for entry in entries:
             if self.is_complete:
                 break
@@ -106,6 +108,16 @@ class ResponseFold:
             events = self._fold(entry)
             found += [(EventId(self.num_entries, index), event) for index, event in enumerate(events)]
         return found
+
+    def feed_token(self, choice: int, token_id: int) -> str | None:
+        """As `feed` for one token that gives text and nothing else: the text, perhaps none. None, and nothing is
+        folded, when there is more to it: a choice that begins or has ended, stop strings, logprobs."""
+        if not self._is_plain or not 0 <= choice < len(self._choices):
+            return None
+        text = self._choices[choice].feed_token(token_id)
+        if text is not None:
+            self.num_entries += 1
+        return text
 
     def take_stops(self) -> list[tuple[int, int]]:
         """Stop strings found since the last call: (choice, index of the choice's entry that completed it)."""
@@ -156,6 +168,13 @@ class _ChoiceFold:
         self.stop_index = self.num_tokens - 1
         self.is_done = True
         return [*events, *self._show(shown, self._take_pending()), ChoiceEnd(self._index, "stop")]
+
+    def feed_token(self, token_id: int) -> str | None:
+        """The text of a token in the midst of the choice, None (and nothing is folded) at its beginning or end."""
+        if self._role_due or self.is_done:
+            return None
+        self.num_tokens += 1
+        return "" if token_id in self._end_ids else self._detokenizer.feed(token_id)
 
     def _end(self, reason: str) -> list[Event]:
         self.is_done = True

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from gateway.cell import CellTotals
+from gateway.histogram import TokenHistogram
 
 _TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30, 60)
 _TPOT_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
@@ -31,7 +32,10 @@ class GatewayMetrics:
         self.tpot_s = self._histogram(
             "vllm:time_per_output_token_seconds", "mean time a token after the first", _TPOT_BUCKETS
         )
-        self.itl_s = self._histogram("vllm:inter_token_latency_seconds", "time between deliveries", _TPOT_BUCKETS)
+        self.itl_s = TokenHistogram(
+            "vllm:inter_token_latency_seconds", "time between deliveries", _TPOT_BUCKETS, ("model_name", model)
+        )
+        self._registry.register(self.itl_s)
         self.e2e_s = self._histogram("vllm:e2e_request_latency_seconds", "from request to its end", _E2E_BUCKETS)
         self.prompt_tokens = self._histogram("vllm:request_prompt_tokens", "of finished requests", _TOKEN_BUCKETS)
         self.generation_tokens = self._histogram(

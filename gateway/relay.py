@@ -13,6 +13,7 @@ One subscription a gateway; each response has a `Listener` that gives its log en
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from gateway import limits
 from shared.bus import Bus, ChannelMessage, Subscribed
@@ -39,6 +40,7 @@ class Relay:
     async def run(self) -> None:
         """Read the subscription until cancelled."""
         subscription = self._bus.subscribe(self.gateway_id)
+        subscription.deliver = self._hand_out
         try:
             while True:
                 heard = await subscription.next(limits.SILENCE_S)
@@ -46,8 +48,7 @@ class Relay:
                     self.is_subscribed.set()
                     self._refill_all()
                 else:
-                    for message in heard or ():
-                        self._hand_out(message)
+                    self._hand_out(heard or [])
         finally:
             await subscription.close()
 
@@ -69,9 +70,10 @@ class Relay:
         """Responses that are being written."""
         return sum(len(listeners) for listeners in self._listeners.values())
 
-    def _hand_out(self, message: ChannelMessage) -> None:
-        for listener in self._listeners.get(message.request_id, ()):
-            listener.offer(message)
+    def _hand_out(self, messages: list[ChannelMessage]) -> None:
+        for message in messages:
+            for listener in self._listeners.get(message.request_id, ()):
+                listener.offer(message)
 
     def _refill_all(self) -> None:
         for listeners in self._listeners.values():
@@ -92,21 +94,29 @@ class Listener:
         self._buffer_start = 0
         self._must_refill = False
         self._must_check = False
-        self._is_woken = asyncio.Event()
+        self._is_woken = False
+        self._loop = asyncio.get_running_loop()
+        self._waiting: asyncio.Future[None] | None = None
+        self._waits_since = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self.ended: RequestEnded | None = None
+        self.live: Callable[[bytes], bool] | None = None
+        """Called with the next bytes of the log while the reader waits; True: it has dealt with them."""
 
     def offer(self, message: ChannelMessage) -> None:
         """Take a publication; never blocks, never grows beyond its bound."""
-        if isinstance(message, RequestEnded):
-            self._must_check = True
-        else:
+        if isinstance(message, TokenChunk):
+            if self._is_passed_on(message):
+                return
             self._keep(message)
-        self._is_woken.set()
+        else:
+            self._must_check = True
+        self._wake()
 
     def refill(self) -> None:
         """Publications may be lost: look at log and record next."""
         self._must_refill = self._must_check = True
-        self._is_woken.set()
+        self._wake()
 
     async def read(self) -> list[LogEntry]:
         """The next entries, at least one; empty when the request has ended and its whole log was read (`ended` says
@@ -137,6 +147,18 @@ class Listener:
         """Stop listening in this process."""
         self._relay.forget(self)
         self._buffer.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _is_passed_on(self, chunk: TokenChunk) -> bool:
+        """Whether `live` took `chunk`. A reader that waits has read all before; it goes on waiting."""
+        if self.live is None or self._waiting is None or self._waiting.done() or chunk.offset != self._position:
+            return False
+        if not self.live(chunk.data):
+            return False
+        self._position += len(chunk.data)
+        self._waits_since = self._loop.time()
+        return True
 
     def _keep(self, chunk: TokenChunk) -> None:
         """Put `chunk` behind the buffer, which is one unbroken run of the log: after a gap it begins anew."""
@@ -183,13 +205,30 @@ class Listener:
         self.ended = record.ended
 
     async def _wait(self) -> None:
-        """Until something is offered; after a second of silence look at log and record."""
-        try:
-            async with asyncio.timeout(limits.SILENCE_S):
-                await self._is_woken.wait()
-        except TimeoutError:
-            self._must_refill = self._must_check = True
-        self._is_woken.clear()
+        """Until something is offered; after a second of silence look at log and record. Called for every token, so the
+        timer is not set anew each time: it finds out itself, about once a second, whether there was silence."""
+        if not self._is_woken:
+            self._waiting, self._waits_since = self._loop.create_future(), self._loop.time()
+            if self._timer is None:
+                self._timer = self._loop.call_later(limits.SILENCE_S, self._notice_silence)
+            await self._waiting
+        self._is_woken = False
+
+    def _wake(self) -> None:
+        self._is_woken = True
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def _notice_silence(self) -> None:
+        """The timer: refill when the reader has waited long enough, else come back when it will have."""
+        self._timer = None
+        if self._waiting is None or self._waiting.done():
+            return
+        left_s = self._waits_since + limits.SILENCE_S - self._loop.time()
+        if left_s <= 0:
+            self.refill()
+        else:
+            self._timer = self._loop.call_later(left_s, self._notice_silence)
 
     async def _pause(self, error: BusError) -> None:
         _log.recurring("read.failed", request_id=self.request_id, error=error)

@@ -13,12 +13,14 @@ import orjson
 
 from gateway.detokenize import TokenText
 from gateway.errors import to_object
-from gateway.fold import ChoiceEnd, Done, Event, EventId, RoleEvent, ShownToken, TextEvent, Usage
+from gateway.fold import Batch, ChoiceEnd, Done, Event, EventId, RoleEvent, ShownToken, TextEvent, Usage
 from shared.errors import InvalidRequest, RequestError
 from shared.ids import RequestId
 from shared.messages import RequestBody
 
 KEEP_ALIVE = b": keep-alive\n\n"
+_MARK = "\0"
+"""A text that occurs nowhere else in a chunk: model names come from command lines, which hold no such character."""
 _LOWEST_LOGPROB = -9999.0
 """JSON has no infinity; OpenAI writes this for a token that cannot be."""
 
@@ -46,12 +48,26 @@ class Renderer:
         self._is_chat = body.kind == "chat"
         name = "chat.completion" if self._is_chat else "text_completion"
         self._head = {"id": request_id, "object": name, "created": body.created, "model": body.model}
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
         self._chunk_head = self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
 
     def frame(self, event_id: EventId, event: Event) -> bytes:
         """One SSE frame."""
+        if isinstance(event, TextEvent) and not event.tokens:
+            return self.text_frame(*event_id, event.choice, event.text)
         data = b"[DONE]" if isinstance(event, Done) else orjson.dumps(self._chunk(event))
         return b"id: %d.%d\ndata: %b\n\n" % (event_id.entries, event_id.number, data)
+
+    def text_frame(self, entries: int, number: int, choice: int, text: str) -> bytes:
+        """The frame of event `entries.number` of `choice`, which brings `text` and nothing else."""
+        head, tail = self._around_text.get(choice) or self._find_around_text(choice)
+        return b"id: %d.%d\ndata: %b%b%b\n\n" % (entries, number, head, orjson.dumps(text), tail)
+
+    def frames(self, batch: Batch) -> bytes:
+        """The SSE frames of `batch`."""
+        if len(batch) == 1:
+            return self.frame(*batch[0])
+        return b"".join([self.frame(event_id, event) for event_id, event in batch])
 
     def answer(self, events: Iterable[Event], usage: Usage) -> bytes:
         """The JSON answer of a call that does not stream."""
@@ -64,6 +80,12 @@ class Renderer:
                 choices[event.choice].reason = event.reason
         shown = [self._full_choice(index, choice) for index, choice in enumerate(choices)]
         return orjson.dumps(self._head | {"choices": shown, "usage": usage_object(usage)})
+
+    def _find_around_text(self, choice: int) -> tuple[bytes, bytes]:
+        """What stands before and behind the text in each of a choice's chunks that bring nothing but text."""
+        head, _, tail = orjson.dumps(self._chunk(TextEvent(choice, _MARK))).rpartition(orjson.dumps(_MARK))
+        self._around_text[choice] = head, tail
+        return head, tail
 
     def _chunk(self, event: Event) -> dict[str, Any]:
         if isinstance(event, Usage):

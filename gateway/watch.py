@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 
-from gateway.fold import ChoiceEnd, Event, TextEvent, Usage
+from gateway.fold import Batch, ChoiceEnd, TextEvent, Usage
 from gateway.metrics import GatewayMetrics
 from shared.ids import RequestId
 from shared.logs import get_log
@@ -27,14 +26,18 @@ class ResponseWatch:
         if is_counted:
             metrics.accepted.inc()
 
-    def note(self, events: Iterable[Event]) -> None:
+    def note(self, batch: Batch) -> None:
         """Events that go to the client now."""
         now = time.monotonic()
-        for event in events:
+        for _, event in batch:
             if isinstance(event, ChoiceEnd):
                 self._reasons.append(event.reason)
             elif isinstance(event, TextEvent):
                 self._note_text(now)
+
+    def note_text(self) -> None:
+        """Text that goes to the client now, and nothing else."""
+        self._note_text(time.monotonic())
 
     def end(self, outcome: str, usage: Usage) -> None:
         """The response is over: finished, failed or cancelled (left by its client)."""

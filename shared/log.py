@@ -18,6 +18,8 @@ from shared.errors import WireError
 FINISH_REASONS = ("stop", "length")
 
 _encoder = msgspec.msgpack.Encoder()
+_decode_one = msgspec.msgpack.Decoder().decode
+_decode_pair = msgspec.msgpack.Decoder(tuple[int, int]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,19 @@ def decode_entries(data: bytes) -> list[LogEntry]:
     Raises:
         WireError: `data` is not a run of whole entries.
     """
-    return [_to_entry(item) for item in _split(data)]
+    try:
+        return [_to_entry(_decode_one(data))]  # nearly always there is one
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return [_to_entry(item) for item in _split(data)]
+
+
+def decode_token(data: bytes) -> tuple[int, int] | None:
+    """Choice and token id when `data` is exactly one token entry without logprobs, as nearly every publication of a
+    choice is; else None."""
+    try:
+        return _decode_pair(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _split(data: bytes) -> list[object]:

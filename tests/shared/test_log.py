@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import WireError
-from shared.log import FINISH_REASONS, FinishEntry, LogEntry, Logprobs, TokenEntry, decode_entries, encode_entry
+from shared.log import (
+    FINISH_REASONS,
+    FinishEntry,
+    LogEntry,
+    Logprobs,
+    TokenEntry,
+    decode_entries,
+    decode_token,
+    encode_entry,
+)
 
 IDS = st.integers(0, 2**31)
 FLOATS = st.floats(allow_nan=False)
@@ -87,3 +96,23 @@ def test_hostile_bytes_are_refused(data: bytes) -> None:
     """Bombs, lying lengths, extension types and bad text should be a `WireError`."""
     with pytest.raises(WireError):
         decode_entries(data)
+
+
+@settings(deadline=None)
+@given(st.lists(ENTRIES, max_size=3))
+def test_one_plain_token_is_known(entries: list[LogEntry]) -> None:
+    """Choice and token should be given for one token entry without logprobs, and nothing for anything else."""
+    match entries:
+        case [TokenEntry(choice, token_id, None)]:
+            expected = (choice, token_id)
+        case _:
+            expected = None
+    assert decode_token(b"".join(map(encode_entry, entries))) == expected
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x92\x00", b"\x92\x00\xc3", b"\x92\xa1a\x01", b"\x82\x00\x01\x02\x03", b"\x01"]
+)
+def test_what_is_no_token_is_none(data: bytes) -> None:
+    """Bytes that are no whole token entry should be left to the reader that says what is wrong with them."""
+    assert decode_token(data) is None
