@@ -33,6 +33,8 @@ from shared.ids import GatewayId, new_incarnation
 from shared.logs import get_log
 
 BEAT_S = 1.0
+CELL_PAUSE_S = 0.25
+"""Between two looks at the reports, which come several a request: only `/metrics` needs them, read in bunches."""
 SUBSCRIBE_PATIENCE_S = 5.0
 LOOP_RETRY_S = 0.5
 FAREWELL_S = 2.0
@@ -59,7 +61,7 @@ class GatewayApp:
         """Run the loops and listen; the port."""
         gateway = self.gateway
         self._spawn("relay", gateway.relay.run, 0.0)
-        self._spawn("cell", gateway.cell.read, 0.0)
+        self._spawn("cell", gateway.cell.read, CELL_PAUSE_S)
         self._spawn("beat", self._beat, BEAT_S)
         await gateway.health.poll()
         self._spawn("health", gateway.health.poll, POLL_S)

@@ -33,6 +33,9 @@ _SEED_MASK = 2**63 - 1
 R = TypeVar("R")
 GenerateRequest = CompletionBody | ChatBody
 
+SHORT_BODY_BYTES = 4096
+"""A body up to this size is read on the event loop: 0.1 to 0.5 ms, where a thread and back costs 0.2 ms of CPU."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intake:
@@ -92,7 +95,8 @@ class IntakeDesk:
             InvalidRequest, NotFound: the request is wrong.
             Overloaded: no worker lives.
         """
-        read = await self.in_pool(lambda: self._read(kind, data))
+        is_short = len(data) <= SHORT_BODY_BYTES
+        read = self._read(kind, data) if is_short else await self.in_pool(lambda: self._read(kind, data))
         longest = max(map(len, read.prompts))
         self._check_context(read.request, longest, self.max_model_len)
         worker = health.serving()
@@ -120,7 +124,7 @@ class IntakeDesk:
             raise Overloaded("reading the prompt took too long; try again") from None
 
     def _read(self, kind: str, data: bytes) -> _Read:
-        """The blocking part, in a thread of the pool."""
+        """The part that takes its time; in a thread of the pool unless the body is short."""
         raw = parse_json(data)
         body_class: type[ChatBody] | type[CompletionBody] = ChatBody if kind == "chat" else CompletionBody
         request, ignored = parse_body(raw, body_class)

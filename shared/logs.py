@@ -25,6 +25,9 @@ def set_up(service: str, level: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     root.propagate = False
+    # What no line of ours shows is not looked up for each (the caller, for which the stack is walked; thread, process).
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
 def get_log(name: str) -> Log:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -30,6 +31,13 @@ def leave(exit_code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(exit_code)
+
+
+def spare_garbage_collector() -> None:
+    """Have the garbage collector pass over everything there is now. For the end of a service's start: its modules and
+    tables live as long as it does, and looking through them again and again stops every stream for milliseconds."""
+    gc.collect()
+    gc.freeze()
 
 
 def install_stop_signals(stop: asyncio.Event) -> None:
