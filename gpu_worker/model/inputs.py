@@ -88,6 +88,11 @@ class StepInputs:
         self._query_starts = _Buffer((sequences + 1,), torch.int32, device)
         self._context_lens = _Buffer((sequences,), torch.int32, device)
         self._block_tables = _Buffer((sequences, capacity.max_blocks), torch.int32, device)
+        self._device = device
+        self._row_numbers = np.arange(max(tokens, sequences) + 1, dtype=np.int64)
+        # For each row of the block tables: the list of blocks it was filled from, and how many. Sequences only append
+        # to theirs, and get a new list when they lose their blocks.
+        self._written: list[tuple[list[int] | None, int]] = [(None, 0)] * sequences
 
     @property
     def whole(self) -> dict[str, Tensor]:
@@ -100,48 +105,71 @@ class StepInputs:
         ours."""
         assert plan.num_tokens <= self.capacity.max_tokens, "more tokens than max_num_batched_tokens"
         assert len(plan.chunks) <= self.capacity.max_sequences, "more sequences than max_num_seqs"
-        chunks, block_size = plan.chunks, self.capacity.block_size
-        for table, chunk in zip(self._block_tables.array, chunks, strict=False):
-            _fill_table(table, chunk, block_size)
-        lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
-        context_lens = np.array([chunk.start for chunk in chunks], dtype=np.int64) + lengths
-        end_rows = lengths.cumsum()
-        num_rows = plan.num_tokens
+        chunks, block_size, num_rows = plan.chunks, self.capacity.block_size, plan.num_tokens
+        self._fill_tables(chunks)
+        context_lens = np.array([chunk.start + chunk.length for chunk in chunks], dtype=np.int64)
+        if num_rows == len(chunks):  # all decode
+            end_rows, owners, positions = (
+                self._row_numbers[1 : num_rows + 1],
+                self._row_numbers[:num_rows],
+                context_lens - 1,
+            )
+        else:
+            lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
+            end_rows, owners = lengths.cumsum(), np.repeat(self._row_numbers[: len(chunks)], lengths)
+            positions = self._row_numbers[:num_rows] + np.repeat(context_lens - end_rows, lengths)
+        blocks, offsets = np.divmod(positions, block_size)
+        slots = self._block_tables.array[owners, blocks] * np.int64(block_size) + offsets
         added = 0 if padding is None else padding.num_sequences - num_rows
-        positions = np.arange(num_rows) + np.repeat(context_lens - end_rows, lengths)
-        blocks = self._block_tables.array[np.repeat(np.arange(len(chunks)), lengths), positions // block_size]
-        token_ids = [token_id for chunk in chunks for token_id in _known_tokens(chunk)]
-        slots = blocks.astype(np.int64) * block_size + positions % block_size
-        self.token_ids = self._token_ids.put(token_ids, padding=added)
+        self.token_ids = self._token_ids.put(_known_tokens(chunks), padding=added)
         self.positions = self._positions.put(positions, padding=added)
         self.slots = self._slots.put(slots, padding=added, filler=PADDING_SLOT)
-        self.wanted_rows = self._wanted_rows.put(end_rows[[chunk.is_sampling for chunk in chunks]] - 1)
         self._slots.array[num_rows:] = PADDING_SLOT
+        wanted = [end for end, chunk in zip(end_rows.tolist(), chunks, strict=True) if chunk.is_sampling]
+        self.wanted_rows = self._wanted_rows.put(np.array(wanted, dtype=np.int64) - 1)
+        self._query_starts.array[0] = 0
+        self._query_starts.array[1 : len(chunks) + 1] = end_rows
+        self._query_starts.array[len(chunks) + 1 : len(chunks) + 1 + added] = num_rows
         self.batch = PagedBatch(
-            self._query_starts.put([0, *end_rows], padding=added, filler=num_rows),
+            self._query_starts.send(len(chunks) + 1 + added),
             self._context_lens.put(context_lens, padding=added),
             self._block_tables.send(len(chunks) + added),
             block_size,
-            _extent(lengths, context_lens) if padding is None else padding.extent,
+            self._extent(end_rows, context_lens) if padding is None else padding.extent,
+        )
+
+    def _fill_tables(self, chunks: tuple[PlannedChunk, ...]) -> None:
+        """Put the blocks of each chunk's tokens, and of those before it, into its row of the block tables. A row that
+        held the same sequence in the step before only gets the blocks that came since."""
+        block_size, written = self.capacity.block_size, self._written
+        for row, chunk in enumerate(chunks):
+            block_ids = chunk.sequence.block_ids
+            num_blocks = -(-(chunk.start + chunk.length) // block_size)
+            assert len(block_ids) >= num_blocks, "a chunk without blocks for its tokens"
+            known, count = written[row]
+            if known is not block_ids:
+                count = 0
+            if count < num_blocks:
+                self._block_tables.array[row, count:num_blocks] = block_ids[count:num_blocks]
+                count = num_blocks
+            written[row] = (block_ids, count)
+
+    def _extent(self, end_rows: npt.NDArray[np.int64], context_lens: npt.NDArray[np.int64]) -> BatchExtent | None:
+        """Of the step; only launches on a GPU ask for it."""
+        if self._device.type != "cuda":
+            return None
+        lengths = np.diff(end_rows, prepend=0)
+        return BatchExtent(
+            min_rows=int(lengths.min()),
+            max_rows=int(lengths.max()),
+            total_rows=int(lengths.sum()),
+            max_context=int(context_lens.max()),
+            total_context=int(context_lens.sum()),
         )
 
 
-def _extent(lengths: npt.NDArray[np.int64], context_lens: npt.NDArray[np.int64]) -> BatchExtent:
-    return BatchExtent(
-        min_rows=int(lengths.min()),
-        max_rows=int(lengths.max()),
-        total_rows=int(lengths.sum()),
-        max_context=int(context_lens.max()),
-        total_context=int(context_lens.sum()),
-    )
-
-
-def _known_tokens(chunk: PlannedChunk) -> list[int]:
-    return chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length]
-
-
-def _fill_table(table: npt.NDArray[np.int64], chunk: PlannedChunk, block_size: int) -> None:
-    """Put the blocks of the chunk's tokens, and of those before it, into its row of the block tables."""
-    num_blocks = -(-(chunk.start + chunk.length) // block_size)
-    assert len(chunk.sequence.block_ids) >= num_blocks, "a chunk without blocks for its tokens"
-    table[:num_blocks] = chunk.sequence.block_ids[:num_blocks]
+def _known_tokens(chunks: tuple[PlannedChunk, ...]) -> list[int]:
+    token_ids: list[int] = []
+    for chunk in chunks:
+        token_ids += chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length]
+    return token_ids

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gpu_worker.engine.batch_plan import BatchPlan, PlannedChunk
+from gpu_worker.engine.sequence import Sequence
 from gpu_worker.model.inputs import PADDING_SLOT, StepCapacity, StepInputs
 from tests.gpu_worker.model.plans import make_sequence
 
@@ -48,3 +49,24 @@ def test_too_large_a_plan_is_an_error_of_ours() -> None:
         make_inputs().fill(BatchPlan((PlannedChunk(sequence, 0, 17, is_sampling=False),)))
     with pytest.raises(AssertionError, match="without blocks"):
         make_inputs().fill(BatchPlan((PlannedChunk(sequence, 0, 9, is_sampling=False),)))
+
+
+def test_tables_follow_sequences_that_change_rows_and_blocks() -> None:
+    """A row of the tables should be right when another sequence takes it, and when its own got other blocks."""
+    inputs = make_inputs()
+    first, second = make_sequence(list(range(12)), block_ids=[7, 2]), make_sequence(list(range(9)), block_ids=[5, 3, 1])
+
+    def decode(*chunks: tuple[Sequence, int]) -> list[list[int]]:
+        inputs.fill(BatchPlan(tuple(PlannedChunk(s, start, 1, is_sampling=True) for s, start in chunks)))
+        return [
+            table[: start // 4 + 1].tolist()
+            for table, (_, start) in zip(inputs.batch.block_tables, chunks, strict=True)
+        ]
+
+    assert decode((first, 6), (second, 8)) == [[7, 2], [5, 3, 1]]
+    first.block_ids += [0]
+    assert decode((first, 8), (second, 8)) == [[7, 2, 0], [5, 3, 1]]
+    assert decode((second, 8), (first, 8)) == [[5, 3, 1], [7, 2, 0]]
+    second.block_ids = [6, 4, 8]
+    assert decode((second, 8)) == [[6, 4, 8]]
+    assert inputs.slots.tolist() == [32]
