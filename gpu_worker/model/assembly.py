@@ -23,6 +23,7 @@ from gpu_worker.model.qwen2 import load_qwen2
 from gpu_worker.model.runner import Decoder, DecoderRunner, ModelCard
 from gpu_worker.model.weights import ignored_weights
 from gpu_worker.sampling.sampler import Sampler
+from kernels.cpu.choose import Chooser
 from shared.config import EngineConfig, WorkerConfig
 from shared.errors import ConfigError
 from shared.ids import RequestId
@@ -78,7 +79,12 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
         model,
         cache,
         inputs=inputs,
-        sampler=Sampler(vocab_size=card.vocab_size, max_num_seqs=engine.max_num_seqs, device=device),
+        sampler=Sampler(
+            vocab_size=card.vocab_size,
+            max_num_seqs=engine.max_num_seqs,
+            device=device,
+            chooser=None if pool is None else Chooser(pool, engine.max_num_seqs),
+        ),
         card=card,
         graphs=_capture(model, cache, inputs, size, engine) if isinstance(model, Llama) else None,
     )

@@ -8,6 +8,7 @@ of the raw model (before all of that).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from gpu_worker.engine.batch_plan import DrawnToken
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.sampling.rows import SamplingRows, has_penalties
 from kernels import sampling as ops
+from kernels.cpu.choose import Chooser
 from shared.log import Logprobs
 from shared.messages import SamplingParams
 
@@ -28,9 +30,13 @@ class Sampler:
     Args:
         vocab_size: ids that have a token; logits beyond are padding and never drawn.
         max_num_seqs: most sequences at once.
+        chooser: chooses tokens with the CPU kernels; None: torch does.
     """
 
-    def __init__(self, *, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
+    def __init__(
+        self, *, vocab_size: int, max_num_seqs: int, device: torch.device, chooser: Chooser | None = None
+    ) -> None:
+        self._chooser = chooser
         self._vocab_size = vocab_size
         self._device = device
         self._rows = SamplingRows(max_num_seqs, vocab_size, device)
@@ -47,7 +53,8 @@ class Sampler:
         logits = logits[:, : self._vocab_size]
         self._apply_bans(logits, sequences)
         self._apply_memory(logits, sequences)
-        token_ids = self._choose(logits, sequences).tolist()
+        choose = self._choose if self._chooser is None else partial(self._choose_by_kernel, self._chooser)
+        token_ids = choose(logits, sequences).tolist()
         return [
             DrawnToken(token_id, None if row is None else _to_logprobs(row, token_id, sequence.sampling.num_logprobs))
             for token_id, row, sequence in zip(token_ids, raw, sequences, strict=True)
@@ -90,6 +97,19 @@ class Sampler:
                 frequency=self._floats(chosen, lambda p: p.frequency_penalty),
             )
         logits[index] = changed
+
+    def _choose_by_kernel(self, chooser: Chooser, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+        """The same as `_choose`, on the CPU kernels."""
+        rules, count = chooser.rules, len(sequences)
+        params = [s.sampling for s in sequences]
+        rules.temperatures[:count] = self._floats(sequences, _temperature)
+        rules.min_p[:count] = self._floats(sequences, lambda p: p.min_p)
+        rules.top_p[:count] = self._floats(sequences, lambda p: p.top_p)
+        rules.top_k[:count] = torch.tensor([p.top_k for p in params])
+        rules.seeds[:count] = torch.tensor([_to_int64(p.seed) for p in params])
+        rules.choices[:count] = torch.tensor([s.choice for s in sequences])
+        rules.positions[:count] = torch.tensor([s.num_output for s in sequences])
+        return chooser.choose(logits)
 
     def _choose(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
         token_ids = ops.greedy(logits)
@@ -135,6 +155,10 @@ def is_plainly_greedy(sequence: Sequence) -> bool:
         and sequence.num_output >= sampling.min_tokens
         and not SamplingRows.is_needed(sequence)
     )
+
+
+def _temperature(sampling: SamplingParams) -> float:
+    return sampling.temperature if sampling.temperature >= GREEDY_TEMPERATURE else 0.0
 
 
 def _has_filter(sampling: SamplingParams) -> bool:

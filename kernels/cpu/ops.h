@@ -123,3 +123,13 @@ typedef struct argmax_args {
     int64_t *best_ids; /* [wanted, tiles] scratch */
     int64_t *out;      /* [wanted] */
 } argmax_args;
+
+/* One token for each wanted row: see choose.c. Parameters are [wanted]; temperature 0: the likeliest token. */
+typedef struct choose_args {
+    const float *logits; /* [wanted, stride] */
+    int64_t width, stride;
+    const float *temperatures, *min_p, *top_p;
+    const int64_t *top_k; /* 0: all */
+    const int64_t *seeds, *choices, *positions;
+    int64_t *out;
+} choose_args;

@@ -37,6 +37,7 @@ class OpKind(IntEnum):
     QUANTIZE = 7
     ARGMAX = 8
     ARGMAX_MERGE = 9
+    CHOOSE = 10
 
 
 class Step(ctypes.Structure):
@@ -184,6 +185,24 @@ class ArgmaxArgs(ctypes.Structure):
     )
 
 
+class ChooseArgs(ctypes.Structure):
+    """struct choose_args."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("width", c_int64),
+        ("stride", c_int64),
+        ("temperatures", c_void_p),
+        ("min_p", c_void_p),
+        ("top_p", c_void_p),
+        ("top_k", c_void_p),
+        ("seeds", c_void_p),
+        ("choices", c_void_p),
+        ("positions", c_void_p),
+        ("out", c_void_p),
+    )
+
+
 ARGUMENTS: dict[OpKind, type[ctypes.Structure]] = {
     OpKind.EMBED: EmbedArgs,
     OpKind.NORM: NormArgs,
@@ -195,4 +214,5 @@ ARGUMENTS: dict[OpKind, type[ctypes.Structure]] = {
     OpKind.QUANTIZE: QuantizeArgs,
     OpKind.ARGMAX: ArgmaxArgs,
     OpKind.ARGMAX_MERGE: ArgmaxArgs,
+    OpKind.CHOOSE: ChooseArgs,
 }

@@ -38,6 +38,7 @@ static const op_class *const CLASSES[NUM_OP_KINDS] = {
     [OP_QUANTIZE] = &quantize_class,
     [OP_ARGMAX] = &argmax_class,
     [OP_ARGMAX_MERGE] = &argmax_merge_class,
+    [OP_CHOOSE] = &choose_class,
 };
 
 typedef struct progress {

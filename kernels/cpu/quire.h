@@ -49,7 +49,8 @@ enum op_kind {
     OP_QUANTIZE = 7,
     OP_ARGMAX = 8,
     OP_ARGMAX_MERGE = 9,
-    NUM_OP_KINDS = 10,
+    OP_CHOOSE = 10,
+    NUM_OP_KINDS = 11,
 };
 
 /* How a kind is run. `thread` is in [0, num_threads). */
@@ -62,7 +63,7 @@ typedef struct op_class {
 } op_class;
 
 extern const op_class embed_class, norm_class, linear_class, rotary_kv_class, attention_plan_class, attention_class,
-    attention_merge_class, quantize_class, argmax_class, argmax_merge_class;
+    attention_merge_class, quantize_class, argmax_class, argmax_merge_class, choose_class;
 
 /* At least `bytes` of memory that belongs to the calling thread: 64-byte aligned, contents kept until it grows; no two users at a time. */
 void *scratch(int64_t bytes);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,14 +12,34 @@ import torch
 from gpu_worker.engine.batch_plan import DrawnToken
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.sampling.sampler import Sampler
+from kernels.cpu.build import load_library
+from kernels.cpu.choose import Chooser
+from kernels.cpu.program import Pool
 from shared.ids import RequestId
 from shared.messages import SamplingParams
 
 VOCAB = 50
 
 
+MAX_NUM_SEQS = 8
+pools: list[Pool] = []
+"""Holds a pool while tests run with the CPU kernels."""
+
+
+@pytest.fixture(autouse=True, params=["torch", "kernels"])
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test should hold for torch and for the CPU kernels."""
+    if request.param == "torch":
+        yield
+        return
+    pools.append(Pool(load_library(request.getfixturevalue("cpu_kernels")), 2))
+    yield
+    pools.pop().close()
+
+
 def make_sampler(vocab_size: int = VOCAB) -> Sampler:
-    return Sampler(vocab_size=vocab_size, max_num_seqs=8, device=torch.device("cpu"))
+    chooser = Chooser(pools[0], MAX_NUM_SEQS) if pools else None
+    return Sampler(vocab_size=vocab_size, max_num_seqs=MAX_NUM_SEQS, device=torch.device("cpu"), chooser=chooser)
 
 
 def make_sequence(prompt: list[int], output: list[int] | None = None, *, choice: int = 0, **sampling: Any) -> Sequence:
