@@ -8,6 +8,7 @@ is accepted: a living worker is enough, a slow step is no reason to refuse.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -50,7 +51,7 @@ class HealthView:
     async def poll(self) -> None:
         """Look at the counters once."""
         try:
-            leader, workers = await self._bus.read_leader(), await self._bus.read_workers()
+            leader, workers = await asyncio.gather(self._bus.read_leader(), self._bus.read_workers())
         except BusError as error:
             if self._is_bus_up:
                 _log.warning("bus.lost", error=error)

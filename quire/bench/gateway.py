@@ -20,6 +20,7 @@ import uvloop
 from quire.bench import machine, service_load
 from quire.bench.mock_cell import CellPlan, MockCell
 from quire.bench.random_model import write_random_model
+from quire.bench.stream_client import as_background
 from shared import config
 from shared.errors import ConfigError
 from shared.flags import setting
@@ -64,7 +65,7 @@ def measure(settings: GatewayBenchConfig) -> dict[str, Any]:
         folder = Path(name)
         model = Path(settings.model) if settings.model else write_random_model("tiny", folder / "model")
         plan = CellPlan(folder=folder, model=model, num_gateways=settings.gateways, step_ms=settings.step_ms)
-        with MockCell(plan) as cell:
+        with MockCell(plan) as cell, as_background():
             return uvloop.run(_measure(cell, settings, model))
 
 

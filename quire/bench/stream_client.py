@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 _HEAD_END = b"\r\n\r\n"
@@ -71,6 +74,18 @@ class StreamAnswer(asyncio.Protocol):
             self._done.set_result(None)
         if self._transport is not None:
             self._transport.close()
+
+
+@contextmanager
+def as_background() -> Iterator[None]:
+    """Within, this process does not push another one off its core by waking up (SCHED_BATCH). A client on another
+    machine could not, either; here each event that the gateway writes wakes the client."""
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, parameters)
 
 
 async def send(port: int, path: str, body: dict[str, Any]) -> StreamAnswer:
