@@ -21,7 +21,7 @@ from shared.messages import SamplingParams
 VOCAB = 50
 
 
-MAX_NUM_SEQS = 8
+MAX_NUM_SEQS = 3000
 pools: list[Pool] = []
 """Holds a pool while tests run with the CPU kernels."""
 
