@@ -39,13 +39,17 @@ def open_pool(config: WorkerConfig, layout: KvLayout) -> Pool | None:
         return None
     try:
         layout.kv_shape  # noqa: B018 - raises for what the kernels don't have
-        pool = Pool(load_library(_cache_folder(config)), num_threads(config))
+        pool = Pool(load_library(_cache_folder(config), _announce), num_threads(config))
     except CpuKernelsUnavailable as error:
         if wanted == "on":
             raise ConfigError(f"--cpu-kernels=on: {error}") from None
         _log.warning("kernels.unavailable", why=error, instead="torch")
         return None
     return pool
+
+
+def _announce() -> None:
+    _log.info("kernels.compiling", takes="about 10 s, once")
 
 
 def num_threads(config: WorkerConfig) -> int:

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,14 +45,17 @@ class Build:
     is_new: bool
 
 
-def load_library(cache_folder: Path) -> ctypes.CDLL:
+def load_library(cache_folder: Path, before_compiling: Callable[[], None] = lambda: None) -> ctypes.CDLL:
     """The library, compiled into `cache_folder` if it is not there yet.
+
+    Args:
+        before_compiling: called when that is about to be done; it takes some seconds.
 
     Raises:
         CpuKernelsUnavailable: the processor lacks an instruction set, there is no compiler, or it failed.
     """
     check_machine()
-    path = build(cache_folder).path
+    path = build(cache_folder, before_compiling=before_compiling).path
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -66,11 +70,14 @@ def check_machine() -> None:
         raise CpuKernelsUnavailable(f"the processor has no {', '.join(missing)}")
 
 
-def build(cache_folder: Path, extra_flags: tuple[str, ...] = ()) -> Build:
+def build(
+    cache_folder: Path, extra_flags: tuple[str, ...] = (), *, before_compiling: Callable[[], None] = lambda: None
+) -> Build:
     """The library for these sources, compiled unless it is in the cache.
 
     Args:
         extra_flags: for the compiler, as `-fsanitize=address`.
+        before_compiling: see `load_library`.
 
     Raises:
         CpuKernelsUnavailable: no compiler, or it failed, or the folder can't be written.
@@ -83,6 +90,7 @@ def build(cache_folder: Path, extra_flags: tuple[str, ...] = ()) -> Build:
     compiler = next((found for candidate in _COMPILERS if (found := shutil.which(candidate))), None)
     if compiler is None:
         raise CpuKernelsUnavailable(f"no C compiler ({', '.join(_COMPILERS)}) is installed")
+    before_compiling()
     try:
         cache_folder.mkdir(parents=True, exist_ok=True)
         _compile([compiler, *flags, *map(str, sorted(_FOLDER.glob("*.c")))], path)
