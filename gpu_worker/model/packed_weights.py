@@ -22,7 +22,7 @@ from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.loader import Checkpoint
 from gpu_worker.model.quantization import Quantization, quantize
 from gpu_worker.model.weights import LayerWeights, Projection, read_layer, read_outer
-from kernels.cpu.arena import Arena
+from kernels.cpu.arena import ALIGNMENT, Arena
 from kernels.cpu.linear import PackedWeight, interleave, pack_float
 from kernels.cpu.ops import Dtype
 from kernels.cpu.pack import pack_quantized
@@ -117,7 +117,7 @@ def load_packed(config: CheckpointConfig, path: Path) -> PackedModel | None:
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            return _Reading(file, Arena(path.stat().st_size)).model(config)
+            return _Reading(file, path.stat().st_size).model(config)
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
         _log.warning("weights.unreadable", path=path, error=error)
         return None
@@ -126,10 +126,10 @@ def load_packed(config: CheckpointConfig, path: Path) -> PackedModel | None:
 class _Reading:
     """One file being read into an arena."""
 
-    def __init__(self, file: Any, arena: Arena) -> None:
+    def __init__(self, file: Any, num_bytes: int) -> None:
         self._file = file
-        self._arena = arena
         self._names = frozenset(file.keys())
+        self._arena = Arena(num_bytes + ALIGNMENT * len(self._names))
         self._shapes = json.loads(file.metadata()["weights"])
 
     def model(self, config: CheckpointConfig) -> PackedModel:
