@@ -25,6 +25,9 @@ from shared.config import WorkerConfig
 from shared.errors import ConfigError
 from shared.logs import get_log
 
+MIN_KEPT_BYTES = 64 << 20
+"""Smaller models are packed anew at each start: that takes a fraction of a second."""
+
 _log = get_log("cpu_kernels")
 
 
@@ -86,8 +89,9 @@ def _load_weights(checkpoint_config: CheckpointConfig, config: WorkerConfig, dty
     checkpoint = Checkpoint(folder, dtype=dtype, device=torch.device("cpu"))
     weights = pack_model(checkpoint_config, checkpoint, QUANTIZATIONS[config.model.quantization])
     checkpoint.close(ignored=ignored_weights(checkpoint_config))
-    save_packed(weights, path)
-    _log.info("weights.packed", seconds=time.monotonic() - since, mib=weights.num_bytes / 2**20, file=path)
+    _log.info("weights.packed", seconds=time.monotonic() - since, mib=weights.num_bytes / 2**20)
+    if weights.num_bytes >= MIN_KEPT_BYTES:
+        save_packed(weights, path)
     return weights
 
 

@@ -105,6 +105,7 @@ def save_packed(model: PackedModel, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, made, metadata={"weights": json.dumps(shapes)})
         made.rename(path)
+        _log.info("weights.kept", file=path)
     except (OSError, SafetensorError) as error:
         _log.warning("weights.unsaved", path=path, error=error)
     finally:

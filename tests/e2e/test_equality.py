@@ -82,15 +82,18 @@ def reference(model_folder: Path) -> GreedyReference:
     return GreedyReference(model_folder)
 
 
+@pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize(
     ("block_size", "budget"),
     [pytest.param(*pair, marks=() if pair in IN_MAKE_TEST else pytest.mark.slow) for pair in MATRIX],
 )
 async def test_tokens_equal_transformers(
-    start_cell: Callable[..., Cell], reference: GreedyReference, block_size: int, budget: int
+    start_cell: Callable[..., Cell], reference: GreedyReference, block_size: int, budget: int, kernels: str
 ) -> None:
-    """Paged, chunked, batched and preempted, each request should give the reference's tokens."""
+    """Paged, chunked, batched and preempted, each request should give the reference's tokens, with the C kernels where
+    the machine has them, and without."""
     cell = start_cell(
+        f"--cpu-kernels={kernels}",
         f"--block-size={block_size}",
         f"--max-num-batched-tokens={budget}",
         f"--kv-cache-memory-bytes={POOL_TOKENS * BYTES_PER_TOKEN}",

@@ -10,11 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_worker.model import cpu_kernels
 from gpu_worker.model.cpu_decoder import CpuDecoder
 from gpu_worker.model.llama import Llama
 from gpu_worker.model.runner import DecoderRunner
 from shared.errors import ConfigError
 from tests.gpu_worker.model.plans import generate, give_blocks, make_runner, make_sequence, plan_step
+
+
+@pytest.fixture(autouse=True)
+def keep_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the packed weights of models as small as these, too."""
+    monkeypatch.setattr(cpu_kernels, "MIN_KEPT_BYTES", 0)
+
 
 PROMPT = [random.Random(3).randrange(500) for _ in range(60)]
 NUM_TOKENS = 12
