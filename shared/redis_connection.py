@@ -1,60 +1,73 @@
 """One connection to Redis: commands go out in the order they are asked, replies come back in the same order.
 
-Design note. Commands are pipelined: whoever asks gets a future, and all that is asked in one turn of the event loop
-goes out in one write. There is no task and no lock behind it, so a command costs little more than packing it, one
-system call each way, and waking its caller; that is most of what a service pays for a token. What follows from it:
+Design note. redis-py connects (TLS, AUTH, SELECT), packs and parses; what is ours is the line of those who wait.
+Commands are pipelined: whoever asks gets a future, and all that is asked in one turn of the event loop goes out in one
+write. One task reads; replies that came together are handed out without leaving it. So a command needs no pool, no lock
+and no time-out of its own, which is most of what one costs through `redis.asyncio.Redis`. What follows from it:
 
 * a caller that is cancelled leaves its place in the line; the reply is dropped when it comes (the command was sent);
 * a connection that breaks, or on which a command has waited longer than `patience_s`, fails everybody in the line with
-  `ConnectionError`: nobody knows which commands took effect;
+  `ConnectionError`: nobody knows which commands took effect. redis-py takes some error replies for a broken connection
+  too (LOADING, NOAUTH, too many clients); each would meet every command behind it;
 * frames that no command waits for (publications) go to `on_push`.
 
-RESP2 through hiredis: replies are bytes, ints, None and lists; an error reply raises `hiredis.ReplyError`.
+RESP2: replies are bytes, ints, None and lists; an error reply raises `redis.exceptions.ResponseError`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any, cast
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from shared.redis_address import RedisAddress
+from shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from redis.asyncio.connection import AbstractConnection
 
 Argument = bytes | str | int | float
 
-_NOT_YET = object()
+_OPTIONS = {"protocol": 2, "socket_timeout": None, "socket_connect_timeout": None, "health_check_interval": 0}
+"""Whatever the address says: the time-outs and the PING of redis-py are for callers that take turns."""
 
 
-class RedisConnection(asyncio.Protocol):
+class RedisConnection:
     """See the module; made by `connect`.
 
     Args:
+        connection: redis-py's, connected.
         patience_s: how long a command may wait for its reply.
         on_push: takes frames that no command waits for; called with None when the connection is lost.
     """
 
-    def __init__(self, patience_s: float, on_push: Callable[[Any], None] | None = None) -> None:
-        import hiredis
+    def __init__(
+        self, connection: AbstractConnection, patience_s: float, on_push: Callable[[Any], None] | None = None
+    ) -> None:
+        from redis.connection import HiredisRespSerializer
 
-        self._pack: Callable[[tuple[Argument, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment]
-        self._reader = hiredis.Reader(notEnoughData=_NOT_YET)
-        self._reply_error = hiredis.ReplyError
-        self._protocol_error = hiredis.ProtocolError
+        self._connection = connection
+        self._pack: Callable[..., list[bytes]] = HiredisRespSerializer().pack  # the connection's own takes 3 × as long
         self._loop = asyncio.get_running_loop()
         self._patience_s = patience_s
         self._on_push = on_push
-        self._transport: asyncio.Transport | None = None
         self._line: deque[tuple[asyncio.Future[Any], float]] = deque()
         self._outgoing: list[bytes] = []
         self._watch: asyncio.TimerHandle | None = None
+        self._is_open = True
         self._why_lost = "the connection is lost"
+        self._may_read = asyncio.Event()
+        self._may_read.set()
+        self._reading = self._loop.create_task(self._read())
+        self._sending: asyncio.Task[None] | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether commands can be asked."""
-        return self._transport is not None and not self._transport.is_closing()
+        return self._is_open
 
     @property
     def is_waiting(self) -> bool:
@@ -77,48 +90,57 @@ class RedisConnection(asyncio.Protocol):
 
     def tell(self, command: tuple[Argument, ...]) -> None:
         """Send `command`, whose reply is a push. Raises `ConnectionError` when the connection is lost."""
-        if not self.is_open:
+        if not self._is_open:
             raise ConnectionError(self._why_lost)
+        packed = self._pack(*command)
         if not self._outgoing:
-            self._loop.call_soon(self._flush)
-        self._outgoing.append(self._pack(command))
+            self._sending = self._loop.create_task(self._send())
+        self._outgoing += packed
 
     def pause(self) -> None:
         """Read no more until `resume`."""
-        if self._transport is not None and self.is_open:
-            self._transport.pause_reading()
+        self._may_read.clear()
 
     def resume(self) -> None:
         """Read on."""
-        if self._transport is not None and self.is_open:
-            self._transport.resume_reading()
+        self._may_read.set()
 
     def close(self, why: str = "the connection was closed") -> None:
         """Drop the connection; everybody in the line fails."""
-        if self.is_open and self._transport is not None:
-            self._why_lost = why
-            self._transport.abort()
+        if self._is_open:
+            self._is_open, self._why_lost = False, why
+            self._loop.call_soon(self._reading.cancel)  # by then it has begun, so that it disconnects
         self._fail_all()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+    async def wait_closed(self) -> None:
+        """Until a connection that was closed is gone."""
+        await asyncio.wait({self._reading})
 
-    def data_received(self, data: bytes) -> None:
-        self._reader.feed(data)
+    async def _read(self) -> None:
+        """Hand out what comes until the connection is lost or closed."""
+        from redis.exceptions import RedisError, ResponseError
+
+        read = partial(
+            self._connection.read_response, disable_decoding=True, timeout=math.inf, disconnect_on_error=False
+        )
         try:
-            while (reply := self._reader.gets()) is not _NOT_YET:
-                self._take(reply)
-        except self._protocol_error as error:
-            self.close(f"not the protocol of Redis: {error}")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if exc is not None:
-            self._why_lost = str(exc) or type(exc).__name__
-        self._fail_all()
-        if self._on_push is not None:
-            self._on_push(None)
+            while await self._may_read.wait():
+                try:
+                    self._take(await read())
+                except ResponseError as error:
+                    self._take(error)
+        except RedisError as error:
+            self._why_lost = str(error)
+        finally:
+            self._is_open = False
+            self._fail_all()
+            await self._connection.disconnect(nowait=True)
+            if self._on_push is not None:
+                self._on_push(None)
 
     def _take(self, reply: Any) -> None:
+        if not self._is_open:
+            return
         if not self._line:
             if self._on_push is not None:
                 self._on_push(reply)
@@ -126,15 +148,22 @@ class RedisConnection(asyncio.Protocol):
         future, _ = self._line.popleft()
         if future.done():
             return
-        if isinstance(reply, self._reply_error):
+        if isinstance(reply, Exception):
             future.set_exception(reply)
         else:
             future.set_result(reply)
 
-    def _flush(self) -> None:
-        data, self._outgoing = b"".join(self._outgoing), []
-        if self._transport is not None and self.is_open:
-            self._transport.write(data)
+    async def _send(self) -> None:
+        """Write what was asked since the last turn of the loop."""
+        from redis.exceptions import RedisError
+
+        packed, self._outgoing = self._outgoing, []
+        if not self._is_open:  # redis-py would connect again
+            return
+        try:
+            await self._connection.send_packed_command(packed, check_health=False)
+        except (RedisError, RuntimeError) as error:  # RuntimeError: uvloop's, of a socket that broke in this turn
+            self.close(str(error))
 
     def _check_patience(self) -> None:
         """Give the connection up when the first in the line has waited too long; else look again when it would have."""
@@ -157,31 +186,50 @@ class RedisConnection(asyncio.Protocol):
                 future.set_exception(ConnectionError(self._why_lost))
 
 
+def connection_maker(url: str) -> Callable[[], AbstractConnection]:
+    """What makes redis-py's connections, not connected yet, to the Redis at `url`, whose options are redis-py's.
+
+    Raises:
+        ConfigError: it is no address of a Redis, or it has an option that there is not.
+    """
+    from redis.asyncio.connection import Connection, parse_url
+    from redis.exceptions import RedisError
+
+    try:
+        options: dict[str, Any] = {**parse_url(url), **_OPTIONS}
+        if not (options.get("host") or options.get("path")):
+            raise ValueError("no host, no path")
+        make = partial(options.pop("connection_class", Connection), **options)
+        make()
+    except (TypeError, ValueError, RedisError):  # its text may hold a part of the password
+        forms = "redis://[:password@]host:port/db, rediss://... or unix:///path"
+        raise ConfigError(f"--redis-url: no address of a Redis; use {forms}") from None
+    return make
+
+
 async def connect(
-    address: RedisAddress, *, timeout_s: float, patience_s: float, on_push: Callable[[Any], None] | None = None
+    make: Callable[[], AbstractConnection],
+    *,
+    timeout_s: float,
+    patience_s: float,
+    on_push: Callable[[Any], None] | None = None,
 ) -> RedisConnection:
     """A connection that has entered.
 
     Raises:
         OSError: it cannot be made (`ConnectionError`: Redis refused, or did not answer in `timeout_s`).
     """
-    import hiredis
+    from redis.exceptions import RedisError
 
-    loop = asyncio.get_running_loop()
-    connection = RedisConnection(patience_s, on_push)
-    with ExitStack() as undo:
-        undo.callback(connection.close)
+    connection = make()
+    async with AsyncExitStack() as undo:
+        undo.push_async_callback(connection.disconnect, nowait=True)
         try:
             async with asyncio.timeout(timeout_s):
-                if address.path:
-                    await loop.create_unix_connection(lambda: connection, address.path)
-                else:
-                    await loop.create_connection(lambda: connection, address.host, address.port, ssl=address.tls())
-                for command in address.greeting():
-                    await connection.ask(command)
-        except hiredis.HiredisError as error:
+                await connection.connect()  # type: ignore[no-untyped-call]
+        except (RedisError, RuntimeError) as error:  # RuntimeError: as in `_send`
             raise ConnectionError(str(error)) from error
         except TimeoutError as error:
             raise ConnectionError(f"no connection in {timeout_s:g} s") from error
         undo.pop_all()
-    return connection
+    return RedisConnection(connection, patience_s, on_push)

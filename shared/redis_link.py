@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shared.errors import BusBroken, BusError, BusRefused, BusUnavailable, LeaderLost
-from shared.redis_address import parse_address
-from shared.redis_connection import Argument, RedisConnection, connect
+from shared.redis_connection import Argument, RedisConnection, connect, connection_maker
 from shared.redis_lua import NOT_LEADER, Script
+
+if TYPE_CHECKING:
+    from redis.exceptions import ResponseError
 
 CONNECT_TIMEOUT_S = 2.0
 COMMAND_TIMEOUT_S = 5.0
@@ -26,20 +28,17 @@ STALLED_S = 0.005
 """A connection whose next reply is out for longer than this gets no more commands while another one can be had."""
 
 _REFUSALS = frozenset({"OOM", "MISCONF", "NOREPLICAS"})
-_ABSENCES = frozenset(
-    {"READONLY", "BUSY", "UNBLOCKED", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOAUTH", "WRONGPASS"}
-)
-_TOO_MANY_CLIENTS = "max number of clients reached"
+_ABSENCES = frozenset({"READONLY", "BUSY", "UNBLOCKED", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN"})
 
 
 class RedisLink:
     """Runs commands and scripts on the Redis at `url`. Raises `ConfigError` for an URL that is none."""
 
     def __init__(self, url: str) -> None:
-        import hiredis
+        from redis.exceptions import ResponseError
 
-        self._reply_error = hiredis.ReplyError
-        self._address = parse_address(url)
+        self._reply_error = ResponseError
+        self._make = connection_maker(url)
         self._commands: list[RedisConnection] = []
         self._connecting: asyncio.Task[RedisConnection] | None = None
         self._idle_reads: list[RedisConnection] = []
@@ -89,8 +88,11 @@ class RedisLink:
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.wait({self._connecting})
-        for connection in (*self._commands, *self._idle_reads, *self._busy_reads):
+        connections = (*self._commands, *self._idle_reads, *self._busy_reads)
+        for connection in connections:
             connection.close()
+        for connection in connections:
+            await connection.wait_closed()
         self._commands.clear()
         self._idle_reads.clear()
         await asyncio.sleep(0)  # lets the loop close what was dropped
@@ -120,7 +122,7 @@ class RedisLink:
     def _open(
         self, patience_s: float, on_push: Callable[[Any], None] | None = None
     ) -> Coroutine[Any, Any, RedisConnection]:
-        return connect(self._address, timeout_s=CONNECT_TIMEOUT_S, patience_s=patience_s, on_push=on_push)
+        return connect(self._make, timeout_s=CONNECT_TIMEOUT_S, patience_s=patience_s, on_push=on_push)
 
     def _take_idle_read(self) -> RedisConnection | None:
         while self._idle_reads:
@@ -138,16 +140,16 @@ class RedisLink:
             self._idle_reads.append(connection)
 
 
-def _our_error(error: Exception) -> BusError | LeaderLost:
+def _our_error(error: OSError | ResponseError) -> BusError | LeaderLost:
     """What a lost connection or an error reply means."""
     if isinstance(error, OSError):
         return BusUnavailable(f"Redis: {error}")
-    text = str(error)
+    text = f"{error.status_code or ''} {error}".strip()  # redis-py takes the first word off when it knows it
     words = {word.lstrip("-") for word in text.split()}  # Redis 6.2 wraps a script's error in a sentence
     if NOT_LEADER in words:
         return LeaderLost(text)
     if words & _REFUSALS:
         return BusRefused(f"Redis refuses writes: {text}")
-    if words & _ABSENCES or _TOO_MANY_CLIENTS in text:
+    if words & _ABSENCES:
         return BusUnavailable(f"Redis: {text}")
     return BusBroken(f"Redis: {text}")

@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[EmbeddedRedis]:
     """A private server in a short folder (unix socket paths are short), one for the whole run."""
-    pytest.importorskip("hiredis", reason="the hiredis package is not installed here")
+    pytest.importorskip("redis", reason="the redis package is not installed here")
     folder = Path(tempfile.mkdtemp(prefix="qr-", dir="/tmp"))
     server = EmbeddedRedis(folder)
     server.start()

@@ -20,15 +20,15 @@ MAY_IMPORT = {
     "quire": set(PACKAGES),
 }
 ONLY_IN = {
-    "redis": (),
-    "hiredis": ("shared/redis_",),
+    "redis": ("shared/redis_",),
+    "hiredis": (),
     "aiohttp": ("gateway/", "quire/bench/"),
     "torch": ("gpu_worker/", "kernels/", "quire/bench/random_model.py", "quire/bench/gpu", "quire/smollm2.py"),
     "pickle": (),
     "transformers": (),
 }
 PURE = ("scheduler_svc/policy/", "gpu_worker/engine/")
-NOT_IN_PURE = {"asyncio", "time", "random", "hiredis", "secrets", "threading"}
+NOT_IN_PURE = {"asyncio", "time", "random", "redis", "hiredis", "secrets", "threading"}
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 50
 MAX_PARAMETERS = 6

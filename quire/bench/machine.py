@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quire import __version__
 
-_PACKAGES = ("torch", "triton", "transformers", "hiredis", "aiohttp")
+_PACKAGES = ("torch", "triton", "transformers", "redis", "aiohttp")
 
 
 def describe() -> dict[str, object]:

@@ -12,7 +12,7 @@ from shared.bus import BusLimits, LeaderPulse
 from shared.errors import BusBroken
 from tests.contract.cell import G1, TOKEN, W1, Cell, make_item
 
-pytest.importorskip("hiredis", reason="the hiredis package is not installed here")
+pytest.importorskip("redis", reason="the redis package is not installed here")
 
 from shared.redis_bus import open_bus
 from shared.redis_link import RedisLink

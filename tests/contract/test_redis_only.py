@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import signal
+import socket
+import struct
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from quire.embedded_redis import EmbeddedRedis
 from shared import keys, redis_subscription
@@ -22,9 +26,10 @@ from tests.conftest import find_leaks
 from tests.contract.cell import G1, TOKEN, W1, Cell, RequestSpec, make_hello, make_item, make_request
 from tests.waiting import wait_until_async
 
-pytest.importorskip("hiredis", reason="the hiredis package is not installed here")
+pytest.importorskip("redis", reason="the redis package is not installed here")
 
 from shared.redis_bus import open_bus
+from shared.redis_connection import connect, connection_maker
 from shared.redis_link import RedisLink
 
 
@@ -90,6 +95,63 @@ async def test_a_cancelled_caller_does_not_shift_replies(link: RedisLink) -> Non
         leaving.cancel()
         assert await staying == str(number).encode()
         assert leaving.cancelled() or await leaving == b"for nobody"
+
+
+async def test_what_a_dropped_connection_had_not_sent_stays_unsent(own_server: EmbeddedRedis, link: RedisLink) -> None:
+    """Commands asked in the turn in which their connection is dropped should fail, and not take effect."""
+    connection = await connect(connection_maker(own_server.url), timeout_s=5, patience_s=5)
+    asked = connection.ask(("SET", "stranger", 1))
+    connection.close("nobody needs it")
+    with pytest.raises(ConnectionError, match="nobody needs it"):
+        await asked
+
+    async def is_alone() -> bool:
+        return len((await link.call("CLIENT", "LIST")).splitlines()) == 1
+
+    await wait_until_async(is_alone, description="the connection is closed")
+    assert await link.call("EXISTS", "stranger") == 0
+
+
+async def _reset_at_the_first_ping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while b"PING" not in (data := await reader.read(4096)):
+        writer.write(b"+OK\r\n" * data.count(b"SETINFO"))
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+def test_a_reset_fails_every_command() -> None:
+    """Whatever is asked around the moment in which the peer resets the connection should fail as lost, nothing else."""
+    complaints: list[dict[str, object]] = []
+
+    async def ask_on(num_turns: int) -> list[object]:
+        asyncio.get_running_loop().set_exception_handler(lambda _, complaint: complaints.append(complaint))
+        async with await asyncio.start_server(_reset_at_the_first_ping, "127.0.0.1", 0) as server:
+            make = connection_maker(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            connection = await connect(make, timeout_s=5, patience_s=5)
+            asked = []
+            while connection.is_open:
+                asked.append(connection.ask(("PING",)))
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    for num_turns in (1, 2, 3, 4) * 5:
+        outcomes = uvloop.run(ask_on(num_turns))
+        assert {ConnectionError} == {type(outcome) for outcome in outcomes}
+    gc.collect()
+    assert complaints == []
+
+
+async def test_an_address_names_a_database(own_server: EmbeddedRedis, link: RedisLink) -> None:
+    """What is written by way of an address with `db` should be in that database only; one that is not there refused."""
+    other = RedisLink(f"{own_server.url}?db=3")
+    await other.call("SET", "k", "v")
+    assert (await other.call("GET", "k"), await link.call("GET", "k")) == (b"v", None)
+    await other.close()
+    nowhere = RedisLink(f"{own_server.url}?db=99")
+    with pytest.raises(BusUnavailable, match="out of range"):
+        await nowhere.call("PING")
+    await nowhere.close()
 
 
 async def _subscribed(bus: Bus) -> Subscription:
