@@ -83,7 +83,7 @@ class EngineConfig:
     gpu_memory_utilization: float = setting(0.9, "share of GPU memory for weights and KV", minimum=0.05, maximum=1.0)
     max_num_seqs: int = setting(128, "most sequences in one step", minimum=1, maximum=4096)
     max_num_batched_tokens: int = setting(512, "most tokens in one step; prompts are cut to fit", minimum=1)
-    max_step_ms: float = setting(100.0, "a step beside running streams takes only what fits in this time of prompts",
+    max_step_ms: float = setting(150.0, "a step beside running streams takes only what fits in this time of prompts",
                                  minimum=1)  # fmt: skip
     num_threads: int | None = setting(None, "compute threads; default: all cores, the launcher divides them", minimum=1)
     seed: int = setting(0, "unused by sampling (requests carry their own); kept for vLLM's command lines", minimum=0)

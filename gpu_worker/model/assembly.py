@@ -49,13 +49,7 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
     dtype_name = _dtype_name(config.model.dtype, checkpoint_config)
     dtype: torch.dtype = getattr(torch, dtype_name)
     model_len = _model_len(config.model.max_model_len, checkpoint_config)
-    layout = KvLayout(
-        groups=(KvGroup(layers=range(checkpoint_config.num_layers)),),
-        block_size=engine.block_size,
-        num_kv_heads=checkpoint_config.num_kv_heads,
-        head_size=checkpoint_config.head_size,
-        dtype=dtype,
-    )
+    layout = _layout(checkpoint_config, engine.block_size, dtype)
     pool = open_pool(config, layout) if device.type == "cpu" else None
     model: Decoder
     if pool is not None:
@@ -87,6 +81,17 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
         ),
         card=card,
         graphs=_capture(model, cache, inputs, size, engine) if isinstance(model, Llama) else None,
+    )
+
+
+def _layout(config: CheckpointConfig, block_size: int, dtype: torch.dtype) -> KvLayout:
+    """Token-major; all layers see the whole context."""
+    return KvLayout(
+        groups=(KvGroup(layers=range(config.num_layers)),),
+        block_size=block_size,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        dtype=dtype,
     )
 
 
