@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.inputs import StepInputs
-from gpu_worker.model.kv_layout import KvCache, KvGroup
+from gpu_worker.model.kv_layout import KvCache
 from gpu_worker.model.packed_weights import PackedLayer, PackedModel, PackedProjection
 from kernels.cpu.attention import (
     AttentionBuffers,
@@ -84,11 +84,6 @@ class CpuDecoder:
         self._step = Step()
         self._logits_program: Program | None = None
         self._best_programs: dict[int, Program] = {}
-
-    @property
-    def kv_groups(self) -> tuple[KvGroup, ...]:
-        """All layers see the whole context."""
-        return (KvGroup(layers=range(self._config.num_layers)),)
 
     def compute_logits(self, inputs: StepInputs, cache: KvCache) -> Tensor:
         """Raw logits [wanted rows, vocab] float32, valid until the next step; writes the step's KV into `cache`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.inputs import StepInputs
-from gpu_worker.model.kv_layout import KvCache, KvGroup
+from gpu_worker.model.kv_layout import KvCache
 from gpu_worker.model.layers import Attention, GatedMlp, Linear, RmsNorm, StepContext, rotary_table
 from gpu_worker.model.loader import Checkpoint
 from gpu_worker.model.quantization import QUANTIZATIONS, Quantization
@@ -45,11 +45,6 @@ class Llama:
     ) -> None:
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
         self._cos_sin = cos_sin
-
-    @property
-    def kv_groups(self) -> tuple[KvGroup, ...]:
-        """All layers see the whole context."""
-        return (KvGroup(layers=range(len(self._layers))),)
 
     def forward(self, inputs: StepInputs, cache: KvCache) -> Tensor:
         """Normed hidden states [rows, hidden] of the step's tokens; writes their keys and values into `cache`."""

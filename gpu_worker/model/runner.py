@@ -11,7 +11,7 @@ from gpu_worker.engine.batch_plan import BatchPlan, DrawnToken
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.model.graphs import DecodeGraphs
 from gpu_worker.model.inputs import StepInputs
-from gpu_worker.model.kv_layout import KvCache, KvGroup
+from gpu_worker.model.kv_layout import KvCache
 from gpu_worker.model.part_times import PartTimes
 from gpu_worker.sampling.sampler import Sampler, is_plainly_greedy
 
@@ -31,11 +31,6 @@ class ModelCard:
 
 class Decoder(Protocol):
     """A way of computing the model: torch's ops (`llama.py`) or the CPU kernels (`cpu_decoder.py`)."""
-
-    @property
-    def kv_groups(self) -> tuple[KvGroup, ...]:
-        """Layers that share a block table."""
-        ...
 
     def compute_logits(self, inputs: StepInputs, cache: KvCache) -> torch.Tensor:
         """Raw logits [wanted rows, vocab] float32; writes the step's KV into `cache`."""
