@@ -67,10 +67,10 @@ async def test_logit_bias_forces_and_bans(cell: Cell) -> None:
 @pytest.mark.case(39)
 async def test_logit_bias_holds_after_a_preemption(start_cell: Callable[..., Cell]) -> None:
     """A request that was preempted should keep its bias."""
-    cell = start_cell("--kv-cache-memory-bytes=655360", "--max-model-len=500")
-    biased = {"temperature": 1.0, "max_tokens": 300, "logit_bias": {"123": 100}}
-    answers = await asyncio.gather(*(complete(cell, prompt=[20 + i] * 60, **biased) for i in range(8)))
-    assert all(answer["ids"] == [[123] * 300] for answer in answers)
+    cell = start_cell("--kv-cache-memory-bytes=655360", "--max-model-len=500", "--admission-headroom=0")
+    biased = {"temperature": 1.0, "max_tokens": 430, "logit_bias": {"123": 100}}
+    answers = await asyncio.gather(*(complete(cell, prompt=[20 + i] * 60, **biased) for i in range(12)))
+    assert all(answer["ids"] == [[123] * 430] for answer in answers)
     assert (await read_metrics(cell.url))["vllm:num_preemptions_total"] >= 1
 
 
