@@ -39,7 +39,7 @@ async def test_tokens_survive_a_worker_in_other_precisions(
         "--workers=2",
         f"--worker-lease-s={LEASE_S}",
         "--max-model-len=512",
-        "--kv-cache-memory-bytes=100000",
+        "--kv-cache-memory-bytes=140000",
         "--admission-headroom=0",
         f"--failpoints=worker.before_commit=kill@20#{tmp_path}/latch",
     )
