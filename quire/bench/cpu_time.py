@@ -21,6 +21,11 @@ def main_thread_cpu_s(pid: int) -> float:
     return _thread_cpu_s(Path(f"/proc/{pid}/task/{pid}"))
 
 
+def other_threads_cpu_s(pid: int) -> float:
+    """The same for all threads but that one."""
+    return sum(_thread_cpu_s(path) for path in Path(f"/proc/{pid}/task").iterdir() if path.name != str(pid))
+
+
 def _thread_cpu_s(task: Path) -> float:
     on_cpu_ns, _, _ = (task / "schedstat").read_text(encoding="ascii").split()
     return int(on_cpu_ns) / NS_PER_S

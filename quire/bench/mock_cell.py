@@ -73,12 +73,11 @@ class MockCell:
         """CPU seconds that each part has used so far."""
         worker, redis = self._processes["worker"].pid, self._redis.pid
         assert redis is not None
-        loop_s = cpu_time.main_thread_cpu_s(worker)
         return {
             "gateway": sum(self.gateway_cpu()),
             "scheduler": cpu_time.process_cpu_s(self._processes["scheduler"].pid),
-            "worker loop": loop_s,
-            "worker engine": cpu_time.process_cpu_s(worker) - loop_s,
+            "worker loop": cpu_time.main_thread_cpu_s(worker),
+            "worker engine": cpu_time.other_threads_cpu_s(worker),
             "redis": cpu_time.process_cpu_s(redis),
         }
 

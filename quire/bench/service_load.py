@@ -98,7 +98,8 @@ class ServiceLoad:
         before, started_at = self._cell.cpu(), time.perf_counter()
         await run()
         wall_s = time.perf_counter() - started_at
-        return {name: now - before[name] for name, now in self._cell.cpu().items()}, wall_s
+        # A thread that ended meanwhile has taken its time along: never less than nothing.
+        return {name: max(0.0, now - before[name]) for name, now in self._cell.cpu().items()}, wall_s
 
     async def _stream(self, num_tokens: int) -> StreamAnswer:
         prompt = [self._draw.randrange(LOWEST_TOKEN_ID, HIGHEST_TOKEN_ID_TINY) for _ in range(PROMPT_TOKENS)]
