@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,7 +100,17 @@ def _running(cache_dir: str, out: Path) -> Iterator[tuple[subprocess.Popen[str],
     """A measurement that takes for ever, in the middle of its first workload, and all that it has started."""
     command = [sys.executable, "-m", "quire", "bench", "table", "--configuration=test-bf16", "--workload=w1"]
     command += ["--repeats=1000000", f"--cache-dir={cache_dir}", f"--out={out}"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+    # A short folder of their own (it holds a socket): what kill -9 leaves there goes with it.
+    with (
+        tempfile.TemporaryDirectory(prefix="qt-") as temporary,
+        subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | {"TMPDIR": temporary},
+        ) as process,
+    ):
         assert process.stderr is not None
         try:
             next(line for line in process.stderr if line.startswith("w1 1/"))
