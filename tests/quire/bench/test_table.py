@@ -117,6 +117,10 @@ def _running(cache_dir: str, out: Path) -> Iterator[tuple[subprocess.Popen[str],
             children = psutil.Process(process.pid).children(recursive=True)
             assert len(children) >= 5, "launcher, Redis, scheduler, worker, gateway"
             yield process, children
+        except subprocess.TimeoutExpired as error:
+            logs = [path.read_text(errors="replace")[-4000:] for path in Path(temporary).glob("*/cell.log")]
+            states = [f"{child.pid} {child.name()} {child.status()}" for child in children if child.is_running()]
+            raise AssertionError("\n".join([str(error), *states, *logs])) from None
         finally:
             process.kill()
             process.stderr.close()
