@@ -22,7 +22,6 @@ static inline void store(float *out, int64_t k, int64_t width, __m512 value) {
 
 static inline __m512 from_int8(__m128i q) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(q)); }
 
-
 static void embed_f32(const char *panel, float *out, int64_t width) {
     for (int64_t k = 0; k < width; k += LANES) store(out, k, width, _mm512_castsi512_ps(column(panel, k, width)));
 }

@@ -93,7 +93,7 @@ typedef void multiply_fn(const pass *t, float sums[][MAX_TILE_PANELS][LANES]);
 
 #define DEFINE(type, is_bf16, rows, panels)                                                                  \
     static void type##_##rows##_##panels(const pass *t, float sums[][MAX_TILE_PANELS][LANES]) {             \
-        multiply(rows, panels, is_bf16, t, sums);                                     \
+        multiply(rows, panels, is_bf16, t, sums);                                                            \
     }
 #define DEFINE_FEW(type, b, p) DEFINE(type, b, 1, p) DEFINE(type, b, 2, p) DEFINE(type, b, 3, p) DEFINE(type, b, 4, p)
 #define DEFINE_ALL(type, b, p)                                                                               \
@@ -151,7 +151,7 @@ int64_t panel_bytes(const weight *weight) {
         case F32: return weight->in * 64;
         case BF16: return ceil_div(weight->in, 2) * 64;
         case INT8: return ceil_div(weight->in, 4) * 64;
-        default: return ceil_div(weight->in, 32) * (256 + 32);
+        default: return ceil_div(weight->in, INT4_GROUP) * INT4_GROUP_BYTES;
     }
 }
 
