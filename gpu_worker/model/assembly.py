@@ -24,6 +24,7 @@ from gpu_worker.model.runner import Decoder, DecoderRunner, ModelCard
 from gpu_worker.model.weights import ignored_weights
 from gpu_worker.sampling.sampler import Sampler
 from kernels.cpu.choose import Chooser
+from kernels.cpu.program import Pool
 from shared.config import EngineConfig, WorkerConfig
 from shared.errors import ConfigError
 from shared.ids import RequestId
@@ -61,7 +62,7 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
                   max_num_seqs=engine.max_num_seqs)  # fmt: skip
     size = _size_kv(need, config, model, device)
     card = ModelCard(
-        fingerprint=fingerprint(folder, _arithmetic(config, dtype_name, is_torch=pool is None)),
+        fingerprint=fingerprint(folder, _arithmetic(config, dtype_name, pool)),
         vocab_size=min(checkpoint_config.vocab_size, _tokenizer_size(folder) or checkpoint_config.vocab_size),
         max_model_len=size.max_model_len,
         dtype=dtype_name,
@@ -148,9 +149,10 @@ def _load_model(
     return model
 
 
-def _arithmetic(config: WorkerConfig, dtype: str, *, is_torch: bool) -> str:
+def _arithmetic(config: WorkerConfig, dtype: str, pool: Pool | None) -> str:
     """A name that is the same where results are."""
-    return f"{dtype} {config.model.quantization} {'torch' if is_torch else 'cpu kernels'}"
+    way = "torch" if pool is None else f"cpu kernels {pool.isa.value}"
+    return f"{dtype} {config.model.quantization} {way}"
 
 
 def _key_cost(config: CheckpointConfig) -> float:

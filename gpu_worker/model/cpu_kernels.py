@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from gpu_worker.model.loader import Checkpoint, fingerprint
 from gpu_worker.model.packed_weights import FORMAT, PackedModel, load_packed, pack_model, save_packed
 from gpu_worker.model.quantization import QUANTIZATIONS
 from gpu_worker.model.weights import ignored_weights
-from kernels.cpu.build import CpuKernelsUnavailable, load_library
+from kernels.cpu.build import CpuKernelsUnavailable, Isa, best_isa, load_library
 from kernels.cpu.program import Pool
 from shared.config import WorkerConfig
 from shared.errors import ConfigError
@@ -35,20 +36,34 @@ def open_pool(config: WorkerConfig, layout: KvLayout) -> Pool | None:
     """Threads for the CPU kernels; None where torch computes.
 
     Raises:
-        ConfigError: `--cpu-kernels=on`, and this machine or model does not allow them.
+        ConfigError: `--cpu-kernels=on` or a `--cpu-isa`, and this machine or model does not allow them.
     """
-    wanted = config.engine.cpu_kernels
+    wanted, isa = config.engine.cpu_kernels, config.engine.cpu_isa
     if wanted == "off":
         return None
     try:
         layout.kv_shape  # noqa: B018 - raises for what the kernels don't have
-        pool = Pool(load_library(_cache_folder(config), _announce), num_threads(config))
+        library = _load_best(config) if isa == "auto" else load_library(_cache_folder(config), Isa(isa), _announce)
+        return Pool(library, num_threads(config))
     except CpuKernelsUnavailable as error:
+        if isa != "auto":
+            raise ConfigError(f"--cpu-isa={isa}: {error}") from None
         if wanted == "on":
             raise ConfigError(f"--cpu-kernels=on: {error}") from None
         _log.warning("kernels.unavailable", why=error, instead="torch")
         return None
-    return pool
+
+
+def _load_best(config: WorkerConfig) -> ctypes.CDLL:
+    """Of the best instruction set here; a compiler may be too old for AMX."""
+    best = best_isa()
+    try:
+        return load_library(_cache_folder(config), best, _announce)
+    except CpuKernelsUnavailable as error:
+        if best is Isa.AVX512:
+            raise
+        _log.warning("kernels.unavailable", why=error, instead=Isa.AVX512.value)
+        return load_library(_cache_folder(config), Isa.AVX512, _announce)
 
 
 def _announce() -> None:

@@ -2,9 +2,12 @@
 
 The library lies in the cache folder under the hash of sources and flags, so a new version builds anew (some seconds)
 and everybody else finds it. Two processes that build at once each rename a finished file into place. `python -m
-kernels.cpu.build` puts it into the folder `built` beside the sources, where it is looked for first: images bring it
-along and need no compiler. Without AVX-512, or without a library and a compiler, why not is said once: the torch paths
-run then.
+kernels.cpu.build` puts one for each instruction set into the folder `built` beside the sources, where they are looked
+for first: images bring them along and need no compiler. Without AVX-512, or without a library and a compiler, why not
+is said once: the torch paths run then.
+
+There are two instruction sets: AVX-512 with its dot products, and AMX beside it, whose tiles multiply far faster. They
+add up in different orders, so a float sum may differ in its last bits from one to the other.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
@@ -25,12 +29,30 @@ BUILT = _FOLDER / "built"
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Wno-unused-parameter",
           "-ffp-contract=off", "-fno-math-errno")  # fmt: skip
-REQUIRED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma", "f16c")
-"""Names of /proc/cpuinfo. bfloat16 and int8 dot products are what the kernels are made of: a machine with AVX-512 but
-without these (before Cooper Lake and Zen 4) takes the torch paths."""
-_MACHINE_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma",
-                  "-mf16c", "-mavx2", "-mbmi2", "-mpopcnt", "-mprefer-vector-width=512")  # fmt: skip
 COMPILE_TIMEOUT_S = 300.0
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+"""Linux, x86-64: the system call, its code ARCH_REQ_XCOMP_PERM, and the processor state that tiles are."""
+
+
+class Isa(Enum):
+    """Instruction sets that the sources can be compiled for."""
+
+    AVX512 = "avx512"
+    AMX = "amx"
+
+
+_REQUIRED = {
+    Isa.AVX512: ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma", "f16c"),
+    Isa.AMX: ("amx_tile", "amx_bf16", "amx_int8"),
+}
+"""Names of /proc/cpuinfo; AMX comes beside AVX-512. bfloat16 and int8 dot products are what the kernels are made of: a
+machine with AVX-512 but without these (before Cooper Lake and Zen 4) takes the torch paths."""
+_AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma",
+                 "-mf16c", "-mavx2", "-mbmi2", "-mpopcnt", "-mprefer-vector-width=512")  # fmt: skip
+_MACHINE_FLAGS = {
+    Isa.AVX512: _AVX512_FLAGS,
+    Isa.AMX: (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+}
 
 
 class CpuKernelsUnavailable(Exception):
@@ -45,33 +67,58 @@ class Build:
     is_new: bool
 
 
-def load_library(cache_folder: Path, before_compiling: Callable[[], None] = lambda: None) -> ctypes.CDLL:
+def load_library(
+    cache_folder: Path, isa: Isa | None = None, before_compiling: Callable[[], None] = lambda: None
+) -> ctypes.CDLL:
     """The library, compiled into `cache_folder` if it is not there yet.
 
     Args:
+        isa: None: the best that this machine has (`best_isa`).
         before_compiling: called when that is about to be done; it takes some seconds.
 
     Raises:
         CpuKernelsUnavailable: the processor lacks an instruction set, there is no compiler, or it failed.
     """
-    check_machine()
-    path = build(cache_folder, before_compiling=before_compiling).path
+    isa = isa or best_isa()
+    check_machine(isa)
+    path = build(cache_folder, isa, before_compiling=before_compiling).path
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise CpuKernelsUnavailable(f"{path} can't be loaded: {error}") from None
 
 
-def check_machine() -> None:
-    """Raise `CpuKernelsUnavailable` unless the processor has all that the sources use."""
+def best_isa() -> Isa:
+    """AMX where processor and kernel allow it, else AVX512 (which this machine may lack)."""
+    try:
+        check_machine(Isa.AMX)
+    except CpuKernelsUnavailable:
+        return Isa.AVX512
+    return Isa.AMX
+
+
+def check_machine(isa: Isa = Isa.AVX512) -> None:
+    """Raise `CpuKernelsUnavailable` unless this process may use all that the sources use."""
     flags = _cpu_flags()
-    missing = [name for name in REQUIRED if name not in flags]
+    missing = [name for name in (*_REQUIRED[Isa.AVX512], *_REQUIRED[isa]) if name not in flags]
     if missing:
-        raise CpuKernelsUnavailable(f"the processor has no {', '.join(missing)}")
+        raise CpuKernelsUnavailable(f"the processor has no {', '.join(dict.fromkeys(missing))}")
+    if isa is Isa.AMX and not _may_use_tiles():
+        raise CpuKernelsUnavailable("the operating system allows no AMX tiles")
+
+
+def _may_use_tiles() -> bool:
+    """Ask Linux, once for all threads of the process, to keep the tiles' state over context switches."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return bool(libc.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 
 
 def build(
-    cache_folder: Path, extra_flags: tuple[str, ...] = (), *, before_compiling: Callable[[], None] = lambda: None
+    cache_folder: Path,
+    isa: Isa,
+    extra_flags: tuple[str, ...] = (),
+    *,
+    before_compiling: Callable[[], None] = lambda: None,
 ) -> Build:
     """The library for these sources, compiled unless it is in the cache.
 
@@ -82,8 +129,8 @@ def build(
     Raises:
         CpuKernelsUnavailable: no compiler, or it failed, or the folder can't be written.
     """
-    flags = (*_FLAGS, *_MACHINE_FLAGS, *extra_flags)
-    name = f"kernels-{_digest(flags)}.so"
+    flags = (*_FLAGS, *_MACHINE_FLAGS[isa], *extra_flags)
+    name = f"kernels-{isa.value}-{_digest(flags)}.so"
     for path in (BUILT / name, cache_folder / name):
         if path.is_file():
             return Build(path, is_new=False)
@@ -132,6 +179,7 @@ def _cpu_flags() -> frozenset[str]:
 
 if __name__ == "__main__":
     try:
-        print(build(BUILT).path)
+        for each in Isa:
+            print(build(BUILT, each).path)
     except CpuKernelsUnavailable as error:
         sys.exit(f"the CPU kernels can't be built: {error}")

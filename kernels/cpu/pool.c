@@ -9,6 +9,7 @@
  * then spins for some microseconds, then sleeps on a futex.
  */
 #define _GNU_SOURCE
+#include "amx.h"
 #include "quire.h"
 
 #include <immintrin.h>
@@ -26,6 +27,8 @@
 #define SPINS 2000
 /* How many ops ahead a waiting thread looks for one that can prefetch. */
 #define LOOK_AHEAD 4
+
+const int has_amx = HAS_AMX;
 
 static const op_class *const CLASSES[NUM_OP_KINDS] = {
     [OP_EMBED] = &embed_class,
@@ -153,8 +156,8 @@ static void await_tiles(const pool *pool, const job *job, int32_t index, uint64_
     }
 }
 
-/* A thread's way through a run. Returns early when the run ended without it. */
-static void walk(pool *pool, const job *job, uint32_t run, int thread) {
+/* A thread's way through a run's ops. Returns early when the run ended without it. */
+static void walk_ops(pool *pool, const job *job, uint32_t run, int thread) {
     int64_t since = thread == 0 ? now_ns() : 0;
     ahead ahead = look_ahead(job, 0);
     for (int32_t i = 0; i < job->num_ops; i++) {
@@ -178,6 +181,13 @@ static void walk(pool *pool, const job *job, uint32_t run, int thread) {
             since = now;
         }
     }
+}
+
+static void walk(pool *pool, const job *job, uint32_t run, int thread) {
+    walk_ops(pool, job, run, thread);
+#if HAS_AMX
+    _tile_release();
+#endif
 }
 
 static void *serve(void *argument) {

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from kernels.cpu.build import Isa
 from kernels.cpu.ops import ARGUMENTS, Op, OpKind, Step
 
 MAX_OPS = 4096
@@ -22,10 +23,14 @@ class Pool:
     Args:
         library: from `build.load_library`.
         num_threads: in all, the caller included.
+
+    Attributes:
+        isa: what the library was compiled for.
     """
 
     def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
         self.num_threads = num_threads
+        self.isa = Isa.AMX if ctypes.c_int.in_dll(library, "has_amx").value else Isa.AVX512
         self._library = library
         library.pool_open.restype = ctypes.c_void_p
         library.pool_run.restype = None

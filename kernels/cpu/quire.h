@@ -71,6 +71,7 @@ void *scratch(int64_t bytes);
 /* Threads. `pool_open` starts num_threads − 1 of them (the caller of `pool_run` is thread 0); NULL: no memory or no
  * threads. `pool_run` runs ops 0 .. num_ops − 1; one run at a time. */
 typedef struct pool pool;
+extern const int has_amx; /* whether this library was compiled for AMX */
 pool *pool_open(int32_t num_threads, int32_t max_ops);
 void pool_run(pool *pool, op *ops, int32_t num_ops, const step *step);
 void pool_close(pool *pool);

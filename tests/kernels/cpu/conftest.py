@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.build import CpuKernelsUnavailable, build, check_machine
+from kernels.cpu.build import CpuKernelsUnavailable, Isa, build, check_machine
 from kernels.cpu.ops import Step
 from kernels.cpu.program import Pool, Program, address
 from kernels.cpu.rows import quantized_bytes
@@ -60,13 +60,13 @@ class Machine:
             pool.close()
 
 
-@pytest.fixture(scope="session")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+@pytest.fixture(scope="session", params=list(Isa), ids=lambda isa: isa.value)
+def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     flags = tuple(os.environ.get(FLAGS_VARIABLE, "").split())
     folder: Path = tmp_path_factory.mktemp("kernels")
     try:
-        check_machine()
-        library = ctypes.CDLL(str(build(folder, flags).path))
+        check_machine(request.param)
+        library = ctypes.CDLL(str(build(folder, request.param, flags).path))
     except CpuKernelsUnavailable as error:
         pytest.skip(str(error))
     made = Machine(library)
