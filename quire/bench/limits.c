@@ -6,7 +6,8 @@
  *   read      bytes/s of summing up MIB MiB that no cache holds, by one thread and by THREADS; with and without
  *             prefetching, whichever is faster
  *   f32, bf16, int8    operations/s (a multiply-add is two) of ROUNDS rounds of independent multiply-adds in registers
- *             by THREADS; null where the processor has no instruction for products of that type
+ *             by THREADS, on tiles (AMX) where the machine has them, else in vectors; null where the processor has no
+ *             instruction for products of that type
  *
  * Built for the machine it runs on (-march=native): the compiler's macros say what there is. A repeat lasts from the
  * first thread's start to the last one's end, by their own clocks, so that a late wake-up of the caller adds nothing.
@@ -20,7 +21,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -157,6 +160,54 @@ static const double INT8_OPS = 2.0 * 32;
 static const double INT8_OPS = 0.0;
 #endif
 
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
+#define TILE_PRODUCTS 4
+static const double BF16_TILE_OPS = 2.0 * 16 * 16 * 32, INT8_TILE_OPS = 2.0 * 16 * 16 * 64;
+
+/* Whether Linux lets this process use tiles (it must ask once). */
+static int may_use_tiles(void) { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0; }
+
+/* Eight registers of 16 rows of 64 bytes, all zero: the time does not depend on what is multiplied. */
+static void shape_tiles(void) {
+  struct {
+    uint8_t palette, first_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+  } shapes = {.palette = 1};
+  for (int i = 0; i < 8; i++) shapes.row_bytes[i] = 64, shapes.rows[i] = 16;
+  __asm__ volatile("" : : "r"(&shapes) : "memory"); /* GCC 12 takes the next line to read eight bytes only */
+  _tile_loadconfig(&shapes);
+}
+
+static void multiply_bf16_tiles(Job *job) {
+  shape_tiles();
+  for (long round = 0; round < job->rounds; round++) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_release();
+}
+
+static void multiply_int8_tiles(Job *job) {
+  shape_tiles();
+  for (long round = 0; round < job->rounds; round++) {
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 7);
+    _tile_dpbssd(2, 5, 6);
+    _tile_dpbssd(3, 5, 7);
+  }
+  _tile_release();
+}
+#else
+#define TILE_PRODUCTS 0
+#define multiply_bf16_tiles NULL
+#define multiply_int8_tiles NULL
+static const double BF16_TILE_OPS = 0.0, INT8_TILE_OPS = 0.0;
+static int may_use_tiles(void) { return 0; }
+#endif
+
 /* Seconds that num_threads copies of model take side by side, each on its part of the data. */
 static double time_jobs(Job model, int num_threads) {
   static Job jobs[MAX_THREADS];
@@ -213,14 +264,25 @@ static void print_rate(const char *name, Rate rate) {
   printf("\"%s\": {\"median\": %.6g, \"best\": %.6g}", name, rate.median, rate.best);
 }
 
-static void print_peak(const char *name, void (*work)(Job *), double ops, int num_threads, int repeats, long rounds) {
+typedef struct {
+  void (*work)(Job *); /* NULL: the processor has no such instruction */
+  double round_ops;
+} Kernel;
+
+static Kernel vectors(void (*work)(Job *), double ops) { return (Kernel){work, ACCUMULATORS * ops}; }
+
+static Kernel tiles_or(Kernel other, void (*work)(Job *), double ops) {
+  return work != NULL && may_use_tiles() ? (Kernel){work, TILE_PRODUCTS * ops} : other;
+}
+
+static void print_peak(const char *name, Kernel kernel, int num_threads, int repeats, long rounds) {
   printf(", ");
-  if (work == NULL) {
+  if (kernel.work == NULL) {
     printf("\"%s\": null", name);
     return;
   }
-  Job job = {.work = work, .rounds = rounds};
-  print_rate(name, measure(job, num_threads, repeats, (double)num_threads * ACCUMULATORS * (double)rounds * ops));
+  Job job = {.work = kernel.work, .rounds = rounds};
+  print_rate(name, measure(job, num_threads, repeats, (double)num_threads * (double)rounds * kernel.round_ops));
 }
 
 int main(int count, char **values) {
@@ -240,9 +302,11 @@ int main(int count, char **values) {
   print_rate("read_one", measure_reading(data, num_bytes, 1, repeats));
   printf(", ");
   print_rate("read", measure_reading(data, num_bytes, num_threads, repeats));
-  print_peak("f32", multiply_f32, F32_OPS, num_threads, repeats, rounds);
-  print_peak("bf16", multiply_bf16, BF16_OPS, num_threads, repeats, rounds);
-  print_peak("int8", multiply_int8, INT8_OPS, num_threads, repeats, rounds);
+  const Kernel bf16 = tiles_or(vectors(multiply_bf16, BF16_OPS), multiply_bf16_tiles, BF16_TILE_OPS);
+  const Kernel int8 = tiles_or(vectors(multiply_int8, INT8_OPS), multiply_int8_tiles, INT8_TILE_OPS);
+  print_peak("f32", vectors(multiply_f32, F32_OPS), num_threads, repeats, rounds);
+  print_peak("bf16", bf16, num_threads, repeats, rounds);
+  print_peak("int8", int8, num_threads, repeats, rounds);
   puts("}");
   return 0;
 }
