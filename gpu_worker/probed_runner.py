@@ -18,12 +18,18 @@ class ProbedRunner:
         self.block_size = runner.block_size
         self.key_cost = runner.key_cost
 
-    def run(self, plan: BatchPlan) -> list[DrawnToken]:
+    def prepare(self, plan: BatchPlan) -> None:
+        self._runner.prepare(plan)
+
+    def start(self, plan: BatchPlan) -> None:
         if is_armed("worker.in_prefill"):
             prompts = [chunk for chunk in plan.chunks if chunk.start < chunk.sequence.num_prompt_tokens]
             if prompts:
                 failpoint("worker.in_prefill", _detail(plan, prompts))
-        return self._runner.run(plan)
+        self._runner.start(plan)
+
+    def finish(self) -> list[DrawnToken]:
+        return self._runner.finish()
 
     def forget(self, sequence: Sequence) -> None:
         self._runner.forget(sequence)

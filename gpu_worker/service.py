@@ -26,6 +26,7 @@ from gpu_worker.outbox import Outbox
 from gpu_worker.probed_runner import ProbedRunner
 from gpu_worker.pulse import DeclaredDead, Heart, Reporter
 from shared.bus import Bus
+from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
 from shared.errors import BusError
 from shared.ids import WorkerId, new_incarnation
@@ -199,6 +200,7 @@ class WorkerService:
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_step_s=limits.max_step_ms / 1000,
+            clock=MonotonicClock(),
         )
 
     def _describe(self, worker_id: WorkerId) -> WorkerHello:

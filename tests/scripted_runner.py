@@ -47,17 +47,42 @@ class ScriptedRunner:
         self._gate = threading.Semaphore(0) if is_gated else None
         self._is_open = False
         self.plans: list[BatchPlan] = []
+        self.prepared: list[BatchPlan] = []
+        self.num_finished = 0
+        self._started: list[tuple[PlannedChunk, list[int]]] | None = None
         self._slots: dict[int, tuple[Sequence, int, int]] = {}
         self._with_row: set[Sequence] = set()
 
-    def run(self, plan: BatchPlan) -> list[DrawnToken]:
-        if self._gate is not None and not self._is_open and not self._gate.acquire(timeout=MAX_GATED_S):
-            raise CorruptCache("nobody gave a permit for this step")
+    def prepare(self, plan: BatchPlan) -> None:
+        if self._started is None:
+            raise CorruptCache("plans are prepared while a step computes")
+        self._check_ownership(plan)
+        for chunk in plan.chunks:
+            self._check_cover(chunk)
+        self.prepared.append(plan)
+
+    def start(self, plan: BatchPlan) -> None:
+        if self._started is not None:
+            raise CorruptCache("a step was started before the one before it was finished")
         self._check_ownership(plan)
         self.plans.append(plan)
         for chunk in plan.chunks:
-            self._write(chunk)
-        return [draw(chunk.sequence) for chunk in plan.chunks if chunk.is_sampling]
+            self._check_cover(chunk)
+        self._started = [(chunk, list(chunk.sequence.block_ids)) for chunk in plan.chunks]
+
+    def finish(self) -> list[DrawnToken]:
+        """All is computed here, with the blocks that there were at the start."""
+        if self._gate is not None and not self._is_open and not self._gate.acquire(timeout=MAX_GATED_S):
+            raise CorruptCache("nobody gave a permit for this step")
+        if self._started is None:
+            raise CorruptCache("nothing was started")
+        started, self._started = self._started, None
+        self.num_finished += 1
+        for chunk, block_ids in started:
+            self._write(chunk, block_ids)
+        sampling = [chunk.sequence for chunk, _ in started if chunk.is_sampling]
+        self._with_row.update(sampling)
+        return [draw(sequence) for sequence in sampling]
 
     def forget(self, sequence: Sequence) -> None:
         self._with_row.discard(sequence)
@@ -74,8 +99,13 @@ class ScriptedRunner:
             self._gate.release()
 
     @property
+    def is_computing(self) -> bool:
+        """Whether a step was started and not finished."""
+        return self._started is not None
+
+    @property
     def num_rows(self) -> int:
-        """Sequences that were run and not forgotten since."""
+        """Sequences for which a token was drawn and that were not forgotten since."""
         return len(self._with_row)
 
     def _check_ownership(self, plan: BatchPlan) -> None:
@@ -85,17 +115,21 @@ class ScriptedRunner:
         if len({id(chunk.sequence) for chunk in plan.chunks}) != len(plan.chunks):
             raise CorruptCache("a sequence is in the plan twice")
 
-    def _write(self, chunk: PlannedChunk) -> None:
+    def _check_cover(self, chunk: PlannedChunk) -> None:
+        sequence, end = chunk.sequence, chunk.start + chunk.length
+        if chunk.length < 1 or end > len(sequence.token_ids) or end > len(sequence.block_ids) * self.block_size:
+            raise CorruptCache(f"chunk [{chunk.start}, {end}) is not covered")
+        if chunk.start != sequence.num_computed:
+            raise CorruptCache(f"a chunk begins at {chunk.start}, where {sequence.num_computed} tokens are computed")
+        if chunk.is_sampling != (end == len(sequence.token_ids)):
+            raise CorruptCache("a chunk samples at the end of the known tokens, and only there")
+
+    def _write(self, chunk: PlannedChunk, block_ids: list[int]) -> None:
         sequence, end = chunk.sequence, chunk.start + chunk.length
         if self.is_broken or self.poison in sequence.token_ids[chunk.start : end]:
             raise RuntimeError("the model cannot compute this")
-        if chunk.length < 1 or end > len(sequence.token_ids) or end > len(sequence.block_ids) * self.block_size:
-            raise CorruptCache(f"chunk [{chunk.start}, {end}) is not covered")
-        if chunk.is_sampling != (end == len(sequence.token_ids)):
-            raise CorruptCache("a chunk samples at the end of the known tokens, and only there")
-        self._with_row.add(sequence)
         for position in range(end):
-            slot = sequence.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+            slot = block_ids[position // self.block_size] * self.block_size + position % self.block_size
             content = (sequence, position, sequence.token_ids[position])
             if position >= chunk.start:
                 self._slots[slot] = content

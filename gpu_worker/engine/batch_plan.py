@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -63,16 +63,27 @@ class ModelRunner(Protocol):
         """What one key that a query sees costs, where a token costs 1 beside its keys."""
         ...
 
-    def run(self, plan: BatchPlan) -> list[DrawnToken]:
-        """Write KV for all tokens of the plan, and draw one token for each sampling chunk, in plan order.
+    def prepare(self, plan: BatchPlan) -> None:
+        """Make a plan ready that is probably started next, while a step computes. Of chunks that hold one token the
+        token is not known yet: what the sequence has in its place counts for nothing."""
+        ...
+
+    def start(self, plan: BatchPlan) -> None:
+        """Begin a step: write KV for all tokens of the plan, and draw one token for each sampling chunk. Returns soon;
+        one step at a time.
 
         The token drawn for a chunk that ends at output position p depends only on the sequence's known tokens, its
         sampling parameters, choice and p: never on what else is in the plan or how the prompt was cut.
         """
         ...
 
+    def finish(self) -> list[DrawnToken]:
+        """Wait for the step that was started: the drawn tokens, in plan order. Those of sequences that have left
+        meanwhile mean nothing."""
+        ...
+
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has left the batch (ended or evicted): free its sampling row."""
+        """The sequence has left the batch (ended or evicted): free its sampling row, if it has one."""
         ...
 
 
@@ -160,7 +171,26 @@ class BatchPlanner:
         for sequence in list(self.running):
             if sequence.status is SequenceStatus.RUNNING:
                 self._grow(sequence)
-        return BatchPlan(tuple(self._fill()))
+        return BatchPlan(tuple(self._fill(self.running)))
+
+    def plan_ahead(self, ending: Set[Sequence]) -> BatchPlan | None:
+        """The next step as far as it can be told while another computes (see `ahead.py`). None when that step's end
+        must be known: someone is alone, a sequence would have to be evicted, or `ending` makes room for one that
+        waits. Admits.
+
+        Args:
+            ending: running sequences that end with the step that computes.
+        """
+        if self._alone or (ending and self.waiting):
+            return None
+        staying = [s for s in self.running if s not in ending] if ending else self.running
+        missing = [self._missing(s) for s in staying]
+        if sum(missing) > self._pool.num_free:
+            return None
+        for sequence, count in zip(staying, missing, strict=True):
+            if count:
+                sequence.block_ids += self._pool.allocate(count)
+        return BatchPlan(tuple(self._fill(staying))) if staying or self.waiting else None
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks, statuses and order are as this class promises."""
@@ -174,7 +204,7 @@ class BatchPlanner:
 
     def _grow(self, sequence: Sequence) -> None:
         """Give a running sequence the block that its last token needs, or evict it."""
-        missing = self._pool.blocks_for(sequence.num_known) - len(sequence.block_ids)
+        missing = self._missing(sequence)
         while missing > self._pool.num_free:
             victim = self.running[-1]
             self.evict(victim)
@@ -182,15 +212,19 @@ class BatchPlanner:
                 return
         sequence.block_ids += self._pool.allocate(missing)
 
-    def _fill(self) -> Iterator[PlannedChunk]:
-        """Chunks until the token budget or the step's time is used up."""
+    def _missing(self, sequence: Sequence) -> int:
+        """Blocks that the known tokens of a running sequence lack."""
+        return self._pool.blocks_for(sequence.num_known) - len(sequence.block_ids)
+
+    def _fill(self, running: list[Sequence]) -> Iterator[PlannedChunk]:
+        """Chunks of `running` and of who is admitted, until the token budget or the step's time is used up."""
         budget = self._budget
-        decoding = [s for s in self.running if s.num_uncomputed == 1]
+        decoding = [s for s in running if s.num_uncomputed == 1]
         for sequence in decoding:
             yield _cut(sequence, 1)
         budget -= len(decoding)
         units = self._prompt_units(decoding)
-        prompts = [s for s in self.running if s.num_uncomputed > 1]
+        prompts = [s for s in running if s.num_uncomputed > 1]
         for sequence in chain(prompts, self._admissions()) if budget else ():
             most = min(budget, max(1, self._cost.longest(sequence.num_computed, units)))
             chunk = _cut(sequence, most)

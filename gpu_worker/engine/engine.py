@@ -1,8 +1,18 @@
 """The engine: sequences in, tokens out, one model step at a time.
 
-`step()` is plan → run → keep. The engine is synchronous and belongs to one thread; between steps that thread adds,
-drops and preempts. It knows nothing of logs, Redis or time: what it draws is kept here at once (it is deterministic,
-so a lost process draws the very same again) and handed out for the service to commit.
+`step()` is plan → start → finish → keep. The engine is synchronous and belongs to one thread; between steps that thread
+adds, drops and preempts. It knows nothing of logs or Redis: what it draws is kept here at once (it is deterministic, so
+a lost process draws the very same again) and handed out for the service to commit.
+
+Design note. Where the caller lets it, a step ends by starting the next one, so that the model hardly ever waits:
+
+    the model      | step t                    | step t + 1
+    this thread    | hand out t − 1 · plan t + 1 · wait | keep t, start | hand out t · plan t + 2 · wait
+
+What is planned while t computes stands on assumptions (`ahead.py`); where they do not carry, the next step is planned
+and started after t, as it always is for a caller that does not go on. Between two calls a step may thus be *in flight*.
+Whoever is dropped then has its blocks back at once: steps are serial, so a block is not written by its next owner
+before the step is over, and what the step computed for one that left is thrown away.
 
 When the model raises in a step of several requests, nobody knows whose fault it is: each of them is evicted and then
 steps alone until it has gained a token, so that only the culprit fails. A request that raises alone fails, with all
@@ -13,14 +23,16 @@ lost device): `EngineBroken` leaves `step`, the process should die and its reque
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from gpu_worker.engine.ahead import assume_computed, living, will_end, without_ended
 from gpu_worker.engine.batch_plan import BatchPlan, BatchPlanner, DrawnToken, ModelRunner
 from gpu_worker.engine.block_pool import BlockPool
 from gpu_worker.engine.sequence import Sequence, SequenceStatus
 from gpu_worker.engine.step_cost import StepCost
 from gpu_worker.engine.stopping import finish_reason, max_known
+from shared.clock import Clock
 from shared.errors import InvalidRequest, QuireError
 from shared.ids import RequestId
 from shared.log import FinishEntry, LogEntry, TokenEntry
@@ -74,6 +86,19 @@ class EngineView:
     running: dict[RequestId, HeldRequest] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A step that was started, when (seconds of the clock), and why that failed if it did."""
+
+    plan: BatchPlan
+    at: float
+    error: Exception | None = None
+
+
+_Gain = tuple[Sequence, DrawnToken, str]
+"""A sequence, the token it gained, and why it ended with it ("": it goes on)."""
+
+
 class Engine:
     """Continuous batching over one model's paged KV cache.
 
@@ -82,6 +107,7 @@ class Engine:
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step.
         max_step_s: a step in which some decode takes no more of prompts than fits into this time.
+        clock: times steps, for `max_step_s`; None: nothing is known of their time.
     """
 
     def __init__(
@@ -92,12 +118,14 @@ class Engine:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_step_s: float = math.inf,
+        clock: Clock | None = None,
     ) -> None:
+        self._clock = clock
+        self._in_flight: _Started | None = None
         self._runner = runner
         self._max_model_len = max_model_len
         self._pool = BlockPool(runner.num_blocks, runner.block_size)
         self._cost = StepCost(runner.key_cost)
-        self._last_units = 0.0
         self._planner = BatchPlanner(
             self._pool,
             max_step_s=max_step_s,
@@ -115,8 +143,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would compute anything."""
-        return bool(self._held)
+        """Whether a step would compute anything, or one is in flight."""
+        return bool(self._held) or self._in_flight is not None
 
     @property
     def num_evictions(self) -> int:
@@ -157,28 +185,38 @@ class Engine:
         return self.drop(request_id)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget everything; waits for the step in flight."""
+        if self._in_flight is not None:
+            self._in_flight = None
+            try:
+                self._runner.finish()
+            except Exception as error:
+                _log.warning("step.discarded", error=type(error).__name__)
         for request_id in list(self._held):
             self.drop(request_id)
 
-    def step(self) -> StepOutput:
+    def step(self, goes_on: Callable[[], bool] | None = None) -> StepOutput:
         """Compute one batch; call it while there `has_work`.
+
+        Args:
+            goes_on: asked when the batch is computed: may the next one be started right away, as it was planned
+                meanwhile? None: it is planned by the next call.
 
         Raises:
             EngineBroken: see the module.
         """
-        plan = self._planner.plan()
-        self._last_units = 0.0
+        step = self._in_flight or self._start(self._planner.plan())
+        ahead = None if goes_on is None or step.error is not None else self._prepare(step.plan)
+        self._in_flight = None
         self._num_steps += 1
         try:
-            drawn = self._runner.run(plan)
+            drawn = self._finish(step)
         except Exception as error:
-            return self._survive(plan, error)
-        return self._keep(plan, drawn)
-
-    def note_duration(self, seconds: float) -> None:
-        """The last step took this long."""
-        self._cost.observe(self._last_units, seconds)
+            return self._survive(step.plan, error)
+        gains = self._keep(step.plan, drawn)
+        if goes_on is not None and ahead is not None and goes_on() and (rest := without_ended(ahead)).chunks:
+            self._in_flight = self._start(rest)
+        return StepOutput(tuple(map(_to_entries, gains)))
 
     def view(self) -> EngineView:
         """What the engine holds now, O(running sequences)."""
@@ -204,28 +242,59 @@ class Engine:
         assert len(held) == len(self._planner.running) + len(self._planner.waiting)
         assert all(s.status is not SequenceStatus.ENDED for s in held)
 
-    def _keep(self, plan: BatchPlan, drawn: list[DrawnToken]) -> StepOutput:
-        """Count the plan's tokens as computed and append what was drawn."""
-        for chunk in plan.chunks:
-            chunk.sequence.num_computed += chunk.length
-            self._last_units += self._cost.units(chunk.start, chunk.length)
-        self._num_failures_in_a_row = 0
-        sampling = (chunk.sequence for chunk in plan.chunks if chunk.is_sampling)
-        return StepOutput(tuple(self._append(sequence, token) for sequence, token in zip(sampling, drawn, strict=True)))
+    def _start(self, plan: BatchPlan) -> _Started:
+        """Start a step; if that fails, finishing it does."""
+        started_at = 0.0 if self._clock is None else self._clock.now()
+        try:
+            self._runner.start(plan)
+        except Exception as error:
+            return _Started(plan, started_at, error)
+        return _Started(plan, started_at)
 
-    def _append(self, sequence: Sequence, token: DrawnToken) -> NewEntries:
+    def _finish(self, step: _Started) -> list[DrawnToken]:
+        """What the step drew; learns what it cost."""
+        if step.error is not None:
+            raise step.error
+        drawn = self._runner.finish()
+        if self._clock is not None:
+            units = sum(self._cost.units(chunk.start, chunk.length) for chunk in step.plan.chunks)
+            self._cost.observe(units, self._clock.now() - step.at)
+        return drawn
+
+    def _prepare(self, plan: BatchPlan) -> BatchPlan | None:
+        """Make the step behind `plan`, which computes, ready; None when it must be planned afterwards."""
+        ending = will_end(plan, self._max_model_len)
+        with assume_computed(plan):
+            ahead = self._planner.plan_ahead(ending)
+            if ahead is not None and ahead.chunks:
+                self._runner.prepare(ahead)
+        return ahead
+
+    def _keep(self, plan: BatchPlan, drawn: list[DrawnToken]) -> list[_Gain]:
+        """Count the plan's tokens as computed and append what was drawn."""
+        self._num_failures_in_a_row = 0
+        tokens, gains = iter(drawn), []
+        for chunk in plan.chunks:
+            token = next(tokens) if chunk.is_sampling else None
+            if chunk.sequence.status is SequenceStatus.ENDED:
+                self._runner.forget(chunk.sequence)  # it may have been given a row again when its token was drawn
+                continue
+            chunk.sequence.num_computed += chunk.length
+            if token is not None:
+                gains.append(self._append(chunk.sequence, token))
+        return gains
+
+    def _append(self, sequence: Sequence, token: DrawnToken) -> _Gain:
         if sequence.num_output == 0:
             self._num_prompt_tokens += sequence.num_prompt_tokens
         self._num_generation_tokens += 1
         if sequence.is_alone:
             self._unite(sequence.request_id)
         sequence.token_ids.append(token.token_id)
-        entries: tuple[LogEntry, ...] = (TokenEntry(sequence.choice, token.token_id, token.logprobs),)
         finish = finish_reason(sequence, self._max_model_len)
         if finish:
-            entries += (FinishEntry(sequence.choice, finish),)
             self._remove(sequence)
-        return NewEntries(sequence.request_id, sequence.attempt, sequence.choice, entries, finish)
+        return sequence, token, finish
 
     def _unite(self, request_id: RequestId) -> None:
         """The request has gained a token: it may step with others again."""
@@ -242,21 +311,31 @@ class Engine:
     def _survive(self, plan: BatchPlan, error: Exception) -> StepOutput:
         """The model raised: fail the step's only request, or find out which of several it was."""
         requests = {chunk.sequence.request_id: chunk.sequence.attempt for chunk in plan.chunks}
+        suspects = [chunk.sequence for chunk in living(plan)]
         _log.error("step.failed", request_ids=",".join(requests), error=type(error).__name__, exc_info=True)
         if len(requests) > 1:
-            self._isolate(chunk.sequence for chunk in plan.chunks)
+            self._isolate(suspects)
             return StepOutput()
         self._num_failures_in_a_row += 1
         if self._num_failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise EngineBroken(f"{MAX_FAILURES_IN_A_ROW} requests in a row failed in the model") from error
-        for request_id in requests:
+        failed = {sequence.request_id: sequence.attempt for sequence in suspects}
+        for request_id in failed:
             self.drop(request_id)
-        return StepOutput(failed=tuple(requests.items()))
+        return StepOutput(failed=tuple(failed.items()))
 
     def _isolate(self, suspects: Iterable[Sequence]) -> None:
         for sequence in suspects:
             sequence.is_alone = True
             self._planner.evict(sequence)
+
+
+def _to_entries(gain: _Gain) -> NewEntries:
+    sequence, token, finish = gain
+    entries: tuple[LogEntry, ...] = (TokenEntry(sequence.choice, token.token_id, token.logprobs),)
+    if finish:
+        entries += (FinishEntry(sequence.choice, finish),)
+    return NewEntries(sequence.request_id, sequence.attempt, sequence.choice, entries, finish)
 
 
 def _describe(sequences: list[Sequence]) -> HeldRequest:

@@ -213,6 +213,7 @@ def _profile(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.dev
     sequence.block_ids = list(range(num_blocks))
     inputs = StepInputs(_capacity(config, need.model_len), device)
     inputs.fill(BatchPlan((PlannedChunk(sequence, 0, tokens, is_sampling=True),)))
+    inputs.send()
     cache = need.layout.allocate(num_blocks, device)
     torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():

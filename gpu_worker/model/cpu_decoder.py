@@ -1,4 +1,4 @@
-"""The Llama family's decoder as one program of CPU kernels: a step is one call into C.
+"""The Llama family's decoder as one program of CPU kernels: a step is two calls into C, to start it and to take part.
 
 The same arithmetic as `llama.py` with fewer roundings: the residual and the sums of linears stay float32, only what a
 linear or the cache reads is rounded to the model's precision (or quantized, for quantized weights). In float32 nothing
@@ -7,6 +7,7 @@ is rounded, so the tokens are those of `transformers`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +69,7 @@ class _Buffers:
 
 
 class CpuDecoder:
-    """A decoder on the CPU kernels. One thread uses it, always with the same inputs and cache.
+    """A decoder on the CPU kernels. One thread uses it, with any of a few sets of inputs and always the same cache.
 
     Args:
         cos_sin: [positions, head_size] float32, from `rotary_table`.
@@ -81,50 +82,58 @@ class CpuDecoder:
         self._config, self._weights, self._pool = config, weights, pool
         self._cos_sin = cos_sin
         self._shape = AttentionShape(heads=config.num_heads, kv=kv)
-        self._step = Step()
+        self._steps: dict[StepInputs, Step] = {}
         self._logits_program: Program | None = None
         self._best_programs: dict[int, Program] = {}
 
-    def compute_logits(self, inputs: StepInputs, cache: KvCache) -> Tensor:
-        """Raw logits [wanted rows, vocab] float32, valid until the next step; writes the step's KV into `cache`."""
-        self._run(self._program(inputs, cache), inputs)
-        return self._buffers.logits[: len(inputs.wanted_rows)]
+    def start_logits(self, inputs: StepInputs, cache: KvCache) -> Callable[[], Tensor]:
+        """Begin a step that writes its KV into `cache`. The result waits for it: raw logits [wanted rows, vocab]
+        float32, valid until the next step."""
+        self._start(self._program(inputs, cache), inputs)
+        count = len(inputs.wanted_rows)
 
-    def compute_best(self, inputs: StepInputs, cache: KvCache, vocab_size: int) -> list[int]:
-        """The likeliest of the first `vocab_size` ids for each wanted row, the lowest on a tie; writes KV as well."""
+        def wait() -> Tensor:
+            self._pool.wait()
+            return self._buffers.logits[:count]
+
+        return wait
+
+    def start_best(self, inputs: StepInputs, cache: KvCache, vocab_size: int) -> Callable[[], list[int]]:
+        """Begin a step that writes its KV into `cache`. The result waits for it: the likeliest of the first
+        `vocab_size` ids for each wanted row, the lowest on a tie."""
         if vocab_size not in self._best_programs:
             program = self._program(inputs, cache).copy()
             add_argmax(program, self._buffers.logits, vocab_size, self._buffers.best)
             self._best_programs[vocab_size] = program
-        self._run(self._best_programs[vocab_size], inputs)
-        best: list[int] = self._buffers.best[: len(inputs.wanted_rows)].tolist()
-        return best
+        self._start(self._best_programs[vocab_size], inputs)
+        count = len(inputs.wanted_rows)
+
+        def wait() -> list[int]:
+            self._pool.wait()
+            best: list[int] = self._buffers.best[:count].tolist()
+            return best
+
+        return wait
 
     def profile(self) -> dict[str, float]:
         """Seconds by kind of op, over all steps."""
         programs = [self._logits_program, *self._best_programs.values()]
         return sum_profiles(program.profile() for program in programs if program is not None)
 
-    def _run(self, program: Program, inputs: StepInputs) -> None:
-        step, batch = self._step, inputs.batch
+    def _start(self, program: Program, inputs: StepInputs) -> None:
+        if inputs not in self._steps:
+            self._steps[inputs] = _bind(inputs)
+        step, batch = self._steps[inputs], inputs.batch
         step.num_rows = len(inputs.token_ids)
         step.num_sequences = len(batch.context_lens)
         step.num_wanted = len(inputs.wanted_rows)
-        self._pool.run(program, step)
+        self._pool.start(program, step)
 
     def _program(self, inputs: StepInputs, cache: KvCache) -> Program:
         if self._logits_program is None:
-            self._bind(inputs)
             self._buffers = self._make_buffers(inputs)
             self._logits_program = self._build(cache)
         return self._logits_program
-
-    def _bind(self, inputs: StepInputs) -> None:
-        """Point the step at the inputs' buffers, which stay where they are."""
-        whole = inputs.whole
-        for name, tensor in whole.items():
-            setattr(self._step, name, address(tensor))
-        self._step.table_stride = whole["block_tables"].stride(0)
 
     def _make_buffers(self, inputs: StepInputs) -> _Buffers:
         config, capacity = self._config, inputs.capacity
@@ -197,6 +206,15 @@ class CpuDecoder:
             program, self._buffers.hidden, scale, out.values, self._config.rms_norm_eps, out_scales=out.scales,
             use_wanted=use_wanted,
         )  # fmt: skip
+
+
+def _bind(inputs: StepInputs) -> Step:
+    """A step that points to the buffers of `inputs`, which stay where they are."""
+    step, whole = Step(), inputs.whole
+    for name, tensor in whole.items():
+        setattr(step, name, address(tensor))
+    step.table_stride = whole["block_tables"].stride(0)
+    return step
 
 
 def _add_projection(

@@ -2,8 +2,9 @@
 
 Design note. A graph is a list of kernel launches with fixed arguments. So that it may be replayed for another step,
 
-* inputs lie in the buffers of `StepInputs`, which never move, and padded to a size that was captured: a padding row has
-  slot −1, and its sequence no rows and no keys, so nothing of it is written or read (`kernels.paged_attention`);
+* inputs lie in the buffers of `StepInputs` on the device, which never move and belong to both sets of them, padded to
+  a size that was captured: a padding row has slot −1, and its sequence no rows and no keys, so nothing of it is written
+  or read (`kernels.paged_attention`);
 * launches are sized by bounds that hold for every step of that size (`BatchExtent`), and the kernels read the true
   lengths from the tensors;
 * the logits lie in memory of the graph; the next replay overwrites them.
@@ -58,26 +59,29 @@ class DecodeGraphs:
         max_total_context: int,
         capture: Capture,
     ) -> None:
-        self._inputs = inputs
         self._max_context, self._max_total_context = max_context, max_total_context
         self._graphs: dict[int, Captured] = {}
         for size in sorted(sizes, reverse=True):
             inputs.fill(BatchPlan(()), self._padding(size))
+            inputs.send()
             self._graphs[size] = capture(compute)
         self._sizes = sorted(self._graphs)
 
-    def compute_logits(self, plan: BatchPlan) -> Tensor | None:
-        """Raw logits [chunks, vocab] of a plan that was captured, valid until the next call; None for other plans."""
+    def padding_for(self, plan: BatchPlan) -> Padding | None:
+        """What makes a step that was captured of `plan`; None when no graph is for such a plan."""
         num_rows = len(plan.chunks)
         size = next((size for size in self._sizes if size >= num_rows), None)
         if size is None or not all(chunk.length == 1 and chunk.is_sampling for chunk in plan.chunks):
             return None
         if sum(chunk.start + 1 for chunk in plan.chunks) > self._max_total_context:
             return None
-        self._inputs.fill(plan, self._padding(size))
-        graph = self._graphs[size]
+        return self._padding(size)
+
+    def replay(self, padding: Padding) -> Tensor:
+        """Raw logits [padded rows, vocab] of the step that was sent last; valid until the next call."""
+        graph = self._graphs[padding.num_sequences]
         graph.replay()
-        return graph.logits[:num_rows]
+        return graph.logits
 
     def _padding(self, size: int) -> Padding:
         extent = BatchExtent(

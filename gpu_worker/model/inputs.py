@@ -2,6 +2,13 @@
 
 Rows are the plan's tokens, chunk after chunk. Capacities are fixed (`max_num_batched_tokens` rows, `max_num_seqs`
 chunks), so that a captured graph can be replayed over the same memory; rows past the plan's have slot −1.
+
+Design note. The arrays of one step are filled while another computes, so there are two sets of them (`twin`). A set is
+filled on the host, its newest tokens are put in when they are known (`complete`), then it is sent. On a CPU the kernels
+read the host's arrays, and nothing is sent. On a GPU both sets share one copy on the device, which a captured
+graph reads: what a set sends lies in the stream behind the step before and in front of its own. Host arrays are pinned
+and nobody waits for a copy; an event behind the copies says when a set may be filled again, and it is long past by
+then, since the other set's step began after it.
 """
 
 from __future__ import annotations
@@ -39,13 +46,25 @@ class Padding:
 
 
 class _Buffer:
-    """One array on the host and, for another device, its copy there."""
+    """One array on the host and, for another device, its copy there.
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        twin: shares its copy on the device.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, twin: _Buffer | None = None
+    ) -> None:
         is_remote = device.type != "cpu"
         self._host = torch.zeros(shape, dtype=dtype, pin_memory=is_remote)
-        self._device = torch.zeros(shape, dtype=dtype, device=device) if is_remote else self._host
+        if not is_remote:
+            self._device = self._host
+        elif twin is not None:
+            self._device = twin._device
+        else:
+            self._device = torch.zeros(shape, dtype=dtype, device=device)
         self.array: npt.NDArray[np.int64] = self._host.numpy()
+        self._count = 0
 
     @property
     def tensor(self) -> Tensor:
@@ -53,42 +72,52 @@ class _Buffer:
         return self._device
 
     def put(self, values: npt.NDArray[np.int64] | list[int], *, padding: int = 0, filler: int = 0) -> Tensor:
-        """`values` and `padding` times `filler`, written to the front of the array, on the device."""
+        """`values` and `padding` times `filler`, written to the front of the array; where `send` puts them."""
         end = len(values) + padding
         self.array[: len(values)] = values
         self.array[len(values) : end] = filler
-        return self.send(end)
+        return self.hold(end)
 
-    def send(self, count: int) -> Tensor:
-        """The first `count` entries on the device. Waits for the copy: the next step writes over its source, and a
-        step that samples nothing ends without any other wait."""
-        if self._device is not self._host:
-            self._device[:count].copy_(self._host[:count])
+    def hold(self, count: int) -> Tensor:
+        """The first `count` entries, which were written; where `send` puts them."""
+        self._count = count
         return self._device[:count]
+
+    def send(self) -> None:
+        """Queue the copy of what was written: see the module."""
+        self._device[: self._count].copy_(self._host[: self._count], non_blocking=True)
 
 
 class StepInputs:
-    """Filled anew for each step.
+    """Filled anew for each step: `fill`, perhaps `complete`, then `send`.
 
-    Attributes after `fill`:
+    Attributes after `fill`, with their contents on the device after `send`:
         token_ids, positions, slots: [rows] int64; slot −1: padding.
         batch: query starts, context lengths and block tables of the chunks.
         capacity: as given. wanted_rows: [sampling chunks] int64, rows whose logits are wanted, in plan order.
 
     With padding there are rows and sequences behind the plan's.
+
+    Args:
+        twin: another set, which shares the memory on a GPU.
     """
 
-    def __init__(self, capacity: StepCapacity, device: torch.device) -> None:
+    def __init__(self, capacity: StepCapacity, device: torch.device, twin: StepInputs | None = None) -> None:
         tokens, sequences = capacity.max_tokens, capacity.max_sequences
         self.capacity = capacity
-        self._token_ids = _Buffer((tokens,), torch.int64, device)
-        self._positions = _Buffer((tokens,), torch.int64, device)
-        self._slots = _Buffer((tokens,), torch.int64, device)
-        self._wanted_rows = _Buffer((sequences,), torch.int64, device)
-        self._query_starts = _Buffer((sequences + 1,), torch.int32, device)
-        self._context_lens = _Buffer((sequences,), torch.int32, device)
-        self._block_tables = _Buffer((sequences, capacity.max_blocks), torch.int32, device)
         self._device = device
+        self._buffers: dict[str, _Buffer] = {}
+        for name, shape, dtype in (
+            ("token_ids", (tokens,), torch.int64),
+            ("positions", (tokens,), torch.int64),
+            ("slots", (tokens,), torch.int64),
+            ("wanted_rows", (sequences,), torch.int64),
+            ("query_starts", (sequences + 1,), torch.int32),
+            ("context_lens", (sequences,), torch.int32),
+            ("block_tables", (sequences, capacity.max_blocks), torch.int32),
+        ):
+            self._buffers[name] = _Buffer(shape, dtype, device, None if twin is None else twin._buffers[name])
+        self._sent = None if device.type == "cpu" else torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._row_numbers = np.arange(max(tokens, sequences) + 1, dtype=np.int64)
         # For each row of the block tables: the list of blocks it was filled from, and how many. Sequences only append
         # to theirs, and get a new list when they lose their blocks.
@@ -97,16 +126,20 @@ class StepInputs:
     @property
     def whole(self) -> dict[str, Tensor]:
         """The buffers in full, by name: where they lie never changes."""
-        names = ("token_ids", "positions", "slots", "wanted_rows", "query_starts", "context_lens", "block_tables")
-        return {name: getattr(self, f"_{name}").tensor for name in names}
+        return {name: buffer.tensor for name, buffer in self._buffers.items()}
+
+    def twin(self) -> StepInputs:
+        """Another set, to be filled while a step computes from this one."""
+        return StepInputs(self.capacity, self._device, self)
 
     def fill(self, plan: BatchPlan, padding: Padding | None = None) -> None:
         """Take over `plan`, which with `padding` holds one-row chunks only. A plan beyond the capacity is an error of
         ours."""
         assert plan.num_tokens <= self.capacity.max_tokens, "more tokens than max_num_batched_tokens"
         assert len(plan.chunks) <= self.capacity.max_sequences, "more sequences than max_num_seqs"
-        chunks, block_size, num_rows = plan.chunks, self.capacity.block_size, plan.num_tokens
-        self._fill_tables(chunks)
+        if self._sent is not None:
+            self._sent.synchronize()
+        buffers, chunks, block_size, num_rows = self._buffers, plan.chunks, self.capacity.block_size, plan.num_tokens
         context_lens = np.array([chunk.start + chunk.length for chunk in chunks], dtype=np.int64)
         if num_rows == len(chunks):  # all decode
             end_rows, owners, positions = (
@@ -118,30 +151,48 @@ class StepInputs:
             lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
             end_rows, owners = lengths.cumsum(), np.repeat(self._row_numbers[: len(chunks)], lengths)
             positions = self._row_numbers[:num_rows] + np.repeat(context_lens - end_rows, lengths)
-        blocks, offsets = np.divmod(positions, block_size)
-        slots = self._block_tables.array[owners, blocks] * np.int64(block_size) + offsets
         added = 0 if padding is None else padding.num_sequences - num_rows
-        self.token_ids = self._token_ids.put(_known_tokens(chunks), padding=added)
-        self.positions = self._positions.put(positions, padding=added)
-        self.slots = self._slots.put(slots, padding=added, filler=PADDING_SLOT)
-        self._slots.array[num_rows:] = PADDING_SLOT
+        self._fill_tables(chunks)
+        blocks, offsets = np.divmod(positions, block_size)
+        slots = buffers["block_tables"].array[owners, blocks] * np.int64(block_size) + offsets
+        self.token_ids = buffers["token_ids"].put(_known_tokens(chunks), padding=added)
+        self.positions = buffers["positions"].put(positions, padding=added)
+        self.slots = buffers["slots"].put(slots, padding=added, filler=PADDING_SLOT)
+        buffers["slots"].array[num_rows:] = PADDING_SLOT
         wanted = [end for end, chunk in zip(end_rows.tolist(), chunks, strict=True) if chunk.is_sampling]
-        self.wanted_rows = self._wanted_rows.put(np.array(wanted, dtype=np.int64) - 1)
-        self._query_starts.array[0] = 0
-        self._query_starts.array[1 : len(chunks) + 1] = end_rows
-        self._query_starts.array[len(chunks) + 1 : len(chunks) + 1 + added] = num_rows
+        self.wanted_rows = buffers["wanted_rows"].put(np.array(wanted, dtype=np.int64) - 1)
+        starts = buffers["query_starts"]
+        starts.array[0] = 0
+        starts.array[1 : len(chunks) + 1] = end_rows
+        starts.array[len(chunks) + 1 : len(chunks) + 1 + added] = num_rows
         self.batch = PagedBatch(
-            self._query_starts.send(len(chunks) + 1 + added),
-            self._context_lens.put(context_lens, padding=added),
-            self._block_tables.send(len(chunks) + added),
+            starts.hold(len(chunks) + 1 + added),
+            buffers["context_lens"].put(context_lens, padding=added),
+            buffers["block_tables"].hold(len(chunks) + added),
             block_size,
             self._extent(end_rows, context_lens) if padding is None else padding.extent,
         )
 
+    def complete(self, plan: BatchPlan) -> None:
+        """Put in the tokens of the chunks that hold one each: the last ones of `plan`, which was filled in without
+        them, may have been drawn since."""
+        token_ids, row = self._buffers["token_ids"].array, 0
+        for chunk in plan.chunks:
+            if chunk.length == 1:
+                token_ids[row] = chunk.sequence.token_ids[chunk.start]
+            row += chunk.length
+
+    def send(self) -> None:
+        """Have the model read what was filled in."""
+        if self._sent is not None:
+            for buffer in self._buffers.values():
+                buffer.send()
+            self._sent.record()
+
     def _fill_tables(self, chunks: tuple[PlannedChunk, ...]) -> None:
         """Put the blocks of each chunk's tokens, and of those before it, into its row of the block tables. A row that
-        held the same sequence in the step before only gets the blocks that came since."""
-        block_size, written = self.capacity.block_size, self._written
+        held the same sequence when it was last written only gets the blocks that came since."""
+        block_size, written, tables = self.capacity.block_size, self._written, self._buffers["block_tables"]
         for row, chunk in enumerate(chunks):
             block_ids = chunk.sequence.block_ids
             num_blocks = -(-(chunk.start + chunk.length) // block_size)
@@ -150,12 +201,12 @@ class StepInputs:
             if known is not block_ids:
                 count = 0
             if count < num_blocks:
-                self._block_tables.array[row, count:num_blocks] = block_ids[count:num_blocks]
+                tables.array[row, count:num_blocks] = block_ids[count:num_blocks]
                 count = num_blocks
             written[row] = (block_ids, count)
 
     def _extent(self, end_rows: npt.NDArray[np.int64], context_lens: npt.NDArray[np.int64]) -> BatchExtent | None:
-        """Of the step; only launches on a GPU ask for it."""
+        """How large the step is; only launches on a GPU ask for it."""
         if self._device.type != "cuda":
             return None
         lengths = np.diff(end_rows, prepend=0)

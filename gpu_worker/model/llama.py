@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import overload
 
 import torch
@@ -61,14 +62,24 @@ class Llama:
         assert x is not None, "a decoder has layers"
         return self._norm.add(x, residual)
 
-    def compute_logits(self, inputs: StepInputs, cache: KvCache) -> Tensor:
-        """Raw logits [wanted rows, vocab] float32; writes the step's keys and values into `cache`."""
-        return self.logits(self.forward(inputs, cache)[inputs.wanted_rows])
+    def start_logits(self, inputs: StepInputs, cache: KvCache) -> Callable[[], Tensor]:
+        """Launch a step that writes its keys and values into `cache`. The result: raw logits [wanted rows, vocab]
+        float32. On a CPU it is the call of the result that computes."""
+        if inputs.token_ids.device.type == "cpu":
+            return lambda: self._compute_logits(inputs, cache)
+        logits = self._compute_logits(inputs, cache)
+        return lambda: logits
 
-    def compute_best(self, inputs: StepInputs, cache: KvCache, vocab_size: int) -> list[int]:
-        """The likeliest of the first `vocab_size` ids for each wanted row, the lowest on a tie; writes KV as well."""
-        best: list[int] = self.compute_logits(inputs, cache)[:, :vocab_size].argmax(dim=-1).tolist()
-        return best
+    def start_best(self, inputs: StepInputs, cache: KvCache, vocab_size: int) -> Callable[[], list[int]]:
+        """Launch a step that writes its keys and values into `cache`. The result waits for it: the likeliest of the
+        first `vocab_size` ids for each wanted row, the lowest on a tie. On a CPU it is the call of it that computes."""
+        wait = self.start_logits(inputs, cache)
+        if inputs.token_ids.device.type == "cpu":
+            return lambda: _find_best(wait(), vocab_size).tolist()
+        return _find_best(wait(), vocab_size).tolist
+
+    def _compute_logits(self, inputs: StepInputs, cache: KvCache) -> Tensor:
+        return self.logits(self.forward(inputs, cache)[inputs.wanted_rows])
 
     def profile(self) -> dict[str, float]:
         """Nothing: torch's ops are not timed."""
@@ -100,6 +111,10 @@ def load_llama(
         head=head,
         cos_sin=rotary_table(config, max_model_len, device),
     )
+
+
+def _find_best(logits: Tensor, vocab_size: int) -> Tensor:
+    return logits[:, :vocab_size].argmax(dim=-1)
 
 
 def _make_layer(config: CheckpointConfig, weights: LayerWeights, layer: int, kind: str) -> DecoderLayer:

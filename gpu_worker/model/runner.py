@@ -1,19 +1,33 @@
-"""The model as the engine sees it: a plan goes in, drawn tokens come out."""
+"""The model as the engine sees it: a plan goes in, drawn tokens come out.
+
+Design note. A step is *started* and later *finished*; between the two the engine's thread makes the next one ready
+(`prepare`), in the other of two sets of inputs. What computes meanwhile differs:
+
+* the CPU kernels: the pool's other threads; the engine's thread joins them in `finish`;
+* CUDA: the card; `finish` launches the sampling and waits for the token ids alone;
+* torch on a CPU: nothing. `finish` computes, so that what the engine does right behind a start waits for no step.
+
+A step that was prepared, and is started as it was, only gets its newest tokens put in (`StepInputs.complete`). Any
+other is filled in when it starts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from gpu_worker.engine.batch_plan import BatchPlan, DrawnToken
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.model.graphs import DecodeGraphs
-from gpu_worker.model.inputs import StepInputs
+from gpu_worker.model.inputs import Padding, StepInputs
 from gpu_worker.model.kv_layout import KvCache
 from gpu_worker.model.part_times import PartTimes
 from gpu_worker.sampling.sampler import Sampler, is_plainly_greedy
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +44,18 @@ class ModelCard:
 
 
 class Decoder(Protocol):
-    """A way of computing the model: torch's ops (`llama.py`) or the CPU kernels (`cpu_decoder.py`)."""
+    """A way of computing the model: torch's ops (`llama.py`) or the CPU kernels (`cpu_decoder.py`).
 
-    def compute_logits(self, inputs: StepInputs, cache: KvCache) -> torch.Tensor:
-        """Raw logits [wanted rows, vocab] float32; writes the step's KV into `cache`."""
+    A step is started and then waited for, one at a time; `inputs` and `cache` stay as they are until then."""
+
+    def start_logits(self, inputs: StepInputs, cache: KvCache) -> Callable[[], torch.Tensor]:
+        """Begin a step that writes its KV into `cache`. The result waits for it: raw logits [wanted rows, vocab]
+        float32."""
         ...
 
-    def compute_best(self, inputs: StepInputs, cache: KvCache, vocab_size: int) -> list[int]:
-        """The likeliest of the first `vocab_size` ids for each wanted row, the lowest on a tie; writes KV as well."""
+    def start_best(self, inputs: StepInputs, cache: KvCache, vocab_size: int) -> Callable[[], list[int]]:
+        """Begin a step that writes its KV into `cache`. The result waits for it: the likeliest of the first
+        `vocab_size` ids for each wanted row, the lowest on a tie."""
         ...
 
     def profile(self) -> dict[str, float]:
@@ -49,6 +67,7 @@ class DecoderRunner:
     """A `ModelRunner` over a decoder. One thread uses it.
 
     Args:
+        inputs: one of the two sets; the other is made here.
         graphs: decode steps recorded for a GPU; None: none are.
     """
 
@@ -56,6 +75,9 @@ class DecoderRunner:
                  graphs: DecodeGraphs | None = None) -> None:  # fmt: skip
         self._graphs = graphs
         self._model, self._cache, self._inputs, self._sampler = model, cache, inputs, sampler
+        self._spare = inputs.twin()
+        self._prepared: tuple[BatchPlan, Padding | None] | None = None
+        self._finish: Callable[[], list[DrawnToken]] | None = None
         self._times = PartTimes()
         self.card = card
 
@@ -99,29 +121,40 @@ class DecoderRunner:
         """cpu or cuda."""
         return self.card.device
 
-    def run(self, plan: BatchPlan) -> list[DrawnToken]:
-        """Write KV for all tokens of `plan` and draw one token for each sampling chunk, in plan order."""
-        if not plan.chunks:
-            return []
+    def prepare(self, plan: BatchPlan) -> None:
+        """Fill in `plan`, which is probably started next."""
+        with self._times.part("inputs"):
+            self._prepared = (plan, self._fill(self._spare, plan))
+
+    def start(self, plan: BatchPlan) -> None:
+        """Begin to write KV for all tokens of `plan` and to draw one token for each sampling chunk."""
+        assert self._finish is None, "the step before was not finished"
         sequences = [chunk.sequence for chunk in plan.chunks if chunk.is_sampling]
         with torch.inference_mode():
-            if self._graphs is None and all(map(is_plainly_greedy, sequences)):
-                return [DrawnToken(token_id) for token_id in self._compute_best(plan)]
-            logits = self.compute_logits(plan)
-            with self._times.part("sampling"):
-                return self._sampler.draw(logits, sequences)
+            if not plan.chunks:
+                self._finish = list
+            elif self._graphs is None and all(map(is_plainly_greedy, sequences)):
+                self._finish = self._start_best(plan)
+            else:
+                logits = self._start_logits(plan)
+                self._finish = lambda: self._draw(logits, sequences)
+
+    def finish(self) -> list[DrawnToken]:
+        """The tokens of the step that was started, in plan order."""
+        assert self._finish is not None, "no step was started"
+        finish, self._finish = self._finish, None
+        with torch.inference_mode():
+            return finish()
+
+    def run(self, plan: BatchPlan) -> list[DrawnToken]:
+        """`start` and `finish`."""
+        self.start(plan)
+        return self.finish()
 
     def compute_logits(self, plan: BatchPlan) -> torch.Tensor:
         """Write KV for all tokens of `plan`; raw logits [sampling chunks, model's vocabulary] float32."""
-        if self._graphs is not None:
-            with torch.inference_mode(), self._times.part("graph"):
-                logits = self._graphs.compute_logits(plan)
-            if logits is not None:
-                return logits
-        with self._times.part("inputs"):
-            self._inputs.fill(plan)
-        with torch.inference_mode(), self._times.part("forward"):
-            return self._model.compute_logits(self._inputs, self._cache)
+        with torch.inference_mode():
+            return self._start_logits(plan)()
 
     def profile(self) -> dict[str, float]:
         """Seconds by part since the runner was made (`bench step --profile` shows what a step adds to them). A name
@@ -129,12 +162,51 @@ class DecoderRunner:
         ops = {f"forward.{name}": seconds for name, seconds in self._model.profile().items()}
         return self._times.seconds() | ops
 
-    def _compute_best(self, plan: BatchPlan) -> list[int]:
-        """Write KV for all tokens of `plan`; the likeliest token of each sampling chunk."""
-        with self._times.part("inputs"):
-            self._inputs.fill(plan)
-        with self._times.part("forward"):
-            return self._model.compute_best(self._inputs, self._cache, self.vocab_size)
+    def _start_logits(self, plan: BatchPlan) -> Callable[[], torch.Tensor]:
+        padding = self._send(plan)
+        with self._times.part("start"):
+            if self._graphs is not None and padding is not None:
+                logits = self._graphs.replay(padding)[: len(plan.chunks)]
+                return lambda: logits
+            return self._timed(self._model.start_logits(self._inputs, self._cache))
+
+    def _start_best(self, plan: BatchPlan) -> Callable[[], list[DrawnToken]]:
+        self._send(plan)
+        with self._times.part("start"):
+            wait = self._timed(self._model.start_best(self._inputs, self._cache, self.vocab_size))
+        return lambda: list(map(DrawnToken, wait()))
+
+    def _draw(self, logits: Callable[[], torch.Tensor], sequences: list[Sequence]) -> list[DrawnToken]:
+        computed = logits()
+        if not sequences and computed.is_cuda:  # what a step costs is learned from such steps, too
+            torch.cuda.current_stream().synchronize()
+        with self._times.part("sampling"):
+            return self._sampler.draw(computed, sequences)
+
+    def _timed(self, wait: Callable[[], _Result]) -> Callable[[], _Result]:
+        def timed() -> _Result:
+            with self._times.part("forward"):
+                return wait()
+
+        return timed
+
+    def _send(self, plan: BatchPlan) -> Padding | None:
+        """Have the inputs of `plan` in `_inputs`, as the model reads them."""
+        prepared, self._prepared = self._prepared, None
+        with self._times.part("start"):
+            if prepared is not None and prepared[0] is plan:
+                self._inputs, self._spare = self._spare, self._inputs
+                self._inputs.complete(plan)
+                padding = prepared[1]
+            else:
+                padding = self._fill(self._inputs, plan)
+            self._inputs.send()
+        return padding
+
+    def _fill(self, inputs: StepInputs, plan: BatchPlan) -> Padding | None:
+        padding = None if self._graphs is None else self._graphs.padding_for(plan)
+        inputs.fill(plan, padding)
+        return padding
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has left the batch: free its sampling row."""

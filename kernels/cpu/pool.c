@@ -5,8 +5,13 @@
  * many are done. A thread that lost its core for a while and comes late finds another run's number there and leaves;
  * so nobody ever waits for a thread that holds no tile.
  *
+ * So the caller may come late, too: `pool_start` only hands the program to the other threads, and `pool_wait` takes
+ * part in what is left. Between the two the caller's core is free for other work; with one thread nothing is computed
+ * before `pool_wait`.
+ *
  * While it waits a thread first brings what the next linear op reads into its cache (memory would be idle just then),
- * then spins for some microseconds, then sleeps on a futex.
+ * then spins for some microseconds, then sleeps on a futex. Between two runs a thread spins somewhat longer and gives
+ * its core to whoever wants it: the next run comes soon while there is work, and waking a thread takes long.
  */
 #define _GNU_SOURCE
 #include "amx.h"
@@ -15,6 +20,7 @@
 #include <immintrin.h>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,6 +31,9 @@
 #define CACHE_LINE 64
 /* Pauses before a wait sleeps: about 20 µs on Zen 4 (a pause takes some 40 cycles). */
 #define SPINS 2000
+/* How long a thread looks for the next run before it sleeps, and the pauses between two looks. */
+#define IDLE_NS 200000
+#define IDLE_PAUSES 10
 /* How many ops ahead a waiting thread looks for one that can prefetch. */
 #define LOOK_AHEAD 4
 
@@ -48,6 +57,7 @@ typedef struct progress {
     _Alignas(CACHE_LINE) _Atomic uint64_t next;     /* run << 32 | next tile */
     _Alignas(CACHE_LINE) _Atomic uint64_t done;     /* run << 32 | tiles done */
     _Atomic uint32_t num_sleeping;                  /* threads that sleep until `done` changes */
+    _Atomic int64_t ended_ns;                       /* when the last tile was done; may be noted late, or not at all */
 } progress;
 
 /* A run. The step is a copy: a thread that comes late must find the same number of tiles as those before it, though
@@ -56,6 +66,7 @@ typedef struct job {
     op *ops;
     step step;
     int32_t num_ops;
+    int64_t started_ns;
 } job;
 
 typedef struct member {
@@ -115,8 +126,9 @@ static int64_t take_tile(progress *p, uint32_t run, int64_t num_tiles) {
 
 static void finish_tile(progress *p, int64_t num_tiles) {
     const uint64_t before = atomic_fetch_add(&p->done, 1);
-    if ((int64_t)(uint32_t)before + 1 == num_tiles && atomic_load(&p->num_sleeping))
-        futex(low_half(&p->done), FUTEX_WAKE, INT32_MAX);
+    if ((int64_t)(uint32_t)before + 1 != num_tiles) return;
+    atomic_store_explicit(&p->ended_ns, now_ns(), memory_order_relaxed);
+    if (atomic_load(&p->num_sleeping)) futex(low_half(&p->done), FUTEX_WAKE, INT32_MAX);
 }
 
 /* What a waiting thread brings into its cache: the first op ahead that has something to bring. */
@@ -158,11 +170,10 @@ static void await_tiles(const pool *pool, const job *job, int32_t index, uint64_
 
 /* A thread's way through a run's ops. Returns early when the run ended without it. */
 static void walk_ops(pool *pool, const job *job, uint32_t run, int thread) {
-    int64_t since = thread == 0 ? now_ns() : 0;
     ahead ahead = look_ahead(job, 0);
     for (int32_t i = 0; i < job->num_ops; i++) {
         progress *p = &pool->progress[i];
-        op *op = &job->ops[i];
+        const op *op = &job->ops[i];
         const op_class *class = CLASSES[op->kind];
         const int64_t num_tiles = class->num_tiles(op->args, &job->step, pool->num_threads);
         const uint64_t all_done = (uint64_t)run << 32 | (uint64_t)num_tiles;
@@ -174,12 +185,28 @@ static void walk_ops(pool *pool, const job *job, uint32_t run, int thread) {
         if (ahead.index <= i) ahead = look_ahead(job, i + 1);
         await_tiles(pool, job, i, all_done, &ahead, thread);
         if (atomic_load(&p->done) != all_done) return;
-        if (thread == 0) {
-            const int64_t now = now_ns();
-            op->nanoseconds += now - since;
-            op->num_calls++;
-            since = now;
-        }
+    }
+}
+
+/* Add to each op how long it took: from the end of the op before it to its own. */
+static void count_times(const pool *pool, const job *job) {
+    int64_t since = job->started_ns;
+    for (int32_t i = 0; i < job->num_ops; i++) {
+        const int64_t ended = atomic_load_explicit(&pool->progress[i].ended_ns, memory_order_relaxed);
+        const int64_t until = ended > since ? ended : since; /* an op without tiles, or not noted yet */
+        job->ops[i].nanoseconds += until - since;
+        job->ops[i].num_calls++;
+        since = until;
+    }
+}
+
+/* Return when there is another run than `last`, or the pool closes, or after IDLE_NS. */
+static void look_for_run(const pool *pool, uint32_t last) {
+    const int64_t until = now_ns() + IDLE_NS;
+    while (atomic_load_explicit(&pool->run, memory_order_acquire) == last && !atomic_load(&pool->is_closing) &&
+           now_ns() < until) {
+        for (int i = 0; i < IDLE_PAUSES; i++) _mm_pause();
+        sched_yield();
     }
 }
 
@@ -197,6 +224,7 @@ static void *serve(void *argument) {
     while (!atomic_load(&pool->is_closing)) {
         const uint32_t run = atomic_load_explicit(&pool->run, memory_order_acquire);
         if (run == last) {
+            look_for_run(pool, last);
             atomic_fetch_add(&pool->num_idle, 1);
             if (atomic_load(&pool->run) == last && !atomic_load(&pool->is_closing)) futex(&pool->run, FUTEX_WAIT, last);
             atomic_fetch_sub(&pool->num_idle, 1);
@@ -216,18 +244,21 @@ static void *serve(void *argument) {
     return NULL;
 }
 
-void pool_run(pool *pool, op *ops, int32_t num_ops, const step *step) {
+void pool_start(pool *pool, op *ops, int32_t num_ops, const step *step) {
     const uint32_t run = atomic_load(&pool->run) + 2;
     atomic_store(&pool->run, run - 1);
     for (int32_t i = 0; i < num_ops; i++) {
         atomic_store_explicit(&pool->progress[i].next, (uint64_t)run << 32, memory_order_relaxed);
         atomic_store_explicit(&pool->progress[i].done, (uint64_t)run << 32, memory_order_relaxed);
     }
-    const job mine = {.ops = ops, .step = *step, .num_ops = num_ops};
-    pool->job = mine;
+    pool->job = (job){.ops = ops, .step = *step, .num_ops = num_ops, .started_ns = now_ns()};
     atomic_store(&pool->run, run);
     if (pool->num_threads > 1 && atomic_load(&pool->num_idle)) futex(&pool->run, FUTEX_WAKE, INT32_MAX);
-    walk(pool, &mine, run, 0);
+}
+
+void pool_wait(pool *pool) {
+    walk(pool, &pool->job, atomic_load(&pool->run), 0);
+    count_times(pool, &pool->job);
 }
 
 pool *pool_open(int32_t num_threads, int32_t max_ops) {

@@ -18,11 +18,11 @@ MAX_OPS = 4096
 
 
 class Pool:
-    """Threads that run programs; the caller is one of them.
+    """Threads that run programs; whoever waits for one is one of them. One program runs at a time.
 
     Args:
         library: from `build.load_library`.
-        num_threads: in all, the caller included.
+        num_threads: in all, the one that waits included.
 
     Attributes:
         isa: what the library was compiled for.
@@ -33,24 +33,44 @@ class Pool:
         self.isa = Isa.AMX if ctypes.c_int.in_dll(library, "has_amx").value else Isa.AVX512
         self._library = library
         library.pool_open.restype = ctypes.c_void_p
-        library.pool_run.restype = None
+        # A start takes a microsecond or two: giving the interpreter's lock away for it might cost half a millisecond.
+        self._start = ctypes.PyDLL(library._name, handle=library._handle).pool_start
+        self._start.restype = None
+        library.pool_wait.restype = None
         library.pool_close.restype = None
         self._kept: list[Program] = []
+        self._is_started = False
         self._handle = ctypes.c_void_p(library.pool_open(num_threads, MAX_OPS))
         if not self._handle:
             raise MemoryError(f"can't start {num_threads} threads for the CPU kernels")
 
-    def run(self, program: Program, step: Step) -> None:
-        """Run all ops for `step`; the interpreter's lock is free meanwhile."""
+    def start(self, program: Program, step: Step) -> None:
+        """Have the other threads begin with all ops for `step`. `step` is copied; what it points to must stay as it is
+        until `wait` has returned."""
+        assert not self._is_started, "one program at a time"
+        self._is_started = True
         if program.pool is not self:
             program.pool = self
             self._kept.append(program)
         ops = program.compiled()
-        self._library.pool_run(self._handle, ops, len(ops), ctypes.byref(step))
+        self._start(self._handle, ops, len(ops), ctypes.byref(step))
+
+    def wait(self) -> None:
+        """Take part in what was started until all of it is done; the interpreter's lock is free meanwhile."""
+        assert self._is_started, "nothing was started"
+        self._library.pool_wait(self._handle)
+        self._is_started = False
+
+    def run(self, program: Program, step: Step) -> None:
+        """Run all ops for `step`."""
+        self.start(program, step)
+        self.wait()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, when what was started is done."""
         if self._handle:
+            if self._is_started:
+                self.wait()
             self._library.pool_close(self._handle)
             self._handle = ctypes.c_void_p(None)
             self._kept.clear()

@@ -68,12 +68,14 @@ extern const op_class embed_class, norm_class, linear_class, rotary_kv_class, at
 /* At least `bytes` of memory that belongs to the calling thread: 64-byte aligned, contents kept until it grows; no two users at a time. */
 void *scratch(int64_t bytes);
 
-/* Threads. `pool_open` starts num_threads − 1 of them (the caller of `pool_run` is thread 0); NULL: no memory or no
- * threads. `pool_run` runs ops 0 .. num_ops − 1; one run at a time. */
+/* Threads. `pool_open` starts num_threads − 1 of them (the caller of `pool_wait` is thread 0); NULL: no memory or no
+ * threads. `pool_start` has them run ops 0 .. num_ops − 1 and returns; `pool_wait` takes part until all is done. One
+ * run at a time: each start is followed by a wait. What `step` points to stays as it is until then. */
 typedef struct pool pool;
 extern const int has_amx; /* whether this library was compiled for AMX */
 pool *pool_open(int32_t num_threads, int32_t max_ops);
-void pool_run(pool *pool, op *ops, int32_t num_ops, const step *step);
+void pool_start(pool *pool, op *ops, int32_t num_ops, const step *step);
+void pool_wait(pool *pool);
 void pool_close(pool *pool);
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -48,8 +48,16 @@ class EchoModel:
         self.block_size = block_size
         self._step_s = step_s
         self._due = time.monotonic()
+        self._plan = BatchPlan(())
 
-    def run(self, plan: BatchPlan) -> list[DrawnToken]:
+    def prepare(self, plan: BatchPlan) -> None:
+        """There is nothing to prepare."""
+
+    def start(self, plan: BatchPlan) -> None:
+        self._plan = plan
+
+    def finish(self) -> list[DrawnToken]:
+        plan = self._plan
         if all(chunk.start >= chunk.sequence.num_prompt_tokens for chunk in plan.chunks):
             self._pace()
         return [_draw(chunk.sequence) for chunk in plan.chunks if chunk.is_sampling]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import shlex
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from shared.config import WorkerConfig
 from shared.ids import RequestId
 from shared.messages import SamplingParams
 
-PARTS = ("plan", "inputs", "forward", "sampling", "rest of run", "keep", "view")
+PARTS = ("plan", "inputs", "forward", "sampling", "rest of runner", "start", "keep", "view")
 """Of a step, in their order; what a runner names beside these comes last. A step that only takes the likeliest tokens
-has no sampling: that is in forward."""
+has no sampling: that is in forward. Plan and inputs are the next step's, made while the model computes where it can;
+forward is what is waited for after that. So ops, which are parts of forward, may take longer than it does."""
 
 
 class NullRunner:
@@ -33,28 +35,43 @@ class NullRunner:
         self.block_size = block_size
         self.key_cost = 0.0
         self._token = DrawnToken(7)
+        self._plan = BatchPlan(())
 
-    def run(self, plan: BatchPlan) -> list[DrawnToken]:
-        return [self._token for chunk in plan.chunks if chunk.is_sampling]
+    def prepare(self, plan: BatchPlan) -> None:
+        pass
+
+    def start(self, plan: BatchPlan) -> None:
+        self._plan = plan
+
+    def finish(self) -> list[DrawnToken]:
+        return [self._token for chunk in self._plan.chunks if chunk.is_sampling]
 
     def forget(self, sequence: EngineSequence) -> None:
         pass
 
 
 class TimedRunner:
-    """Passes everything on to `runner` and notes when its last run began and ended."""
+    """Passes everything on to `runner`; notes how long it took in all, and when it last finished a step."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.num_blocks = runner.num_blocks
         self.block_size = runner.block_size
         self.key_cost = runner.key_cost
-        self.began_at = self.ended_at = 0.0
+        self.finished_at = self.inside_s = self.inside_s_then = 0.0
 
-    def run(self, plan: BatchPlan) -> list[DrawnToken]:
-        self.began_at = time.perf_counter()
-        drawn = self._runner.run(plan)
-        self.ended_at = time.perf_counter()
+    def prepare(self, plan: BatchPlan) -> None:
+        with self._inside():
+            self._runner.prepare(plan)
+
+    def start(self, plan: BatchPlan) -> None:
+        with self._inside():
+            self._runner.start(plan)
+
+    def finish(self) -> list[DrawnToken]:
+        with self._inside():
+            drawn = self._runner.finish()
+        self.finished_at, self.inside_s_then = time.perf_counter(), self.inside_s
         return drawn
 
     def forget(self, sequence: EngineSequence) -> None:
@@ -65,11 +82,17 @@ class TimedRunner:
         tell = getattr(self._runner, "profile", None)
         return dict(tell()) if tell is not None else {}
 
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        since = time.perf_counter()
+        yield
+        self.inside_s += time.perf_counter() - since
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedSteps:
-    """Of some steps: the wall and the processor time (all threads) of each, and the mean seconds of each part; a view
-    is made after each step and lies outside of its wall time."""
+    """Of some steps: the wall and the processor time (all threads) of each, and the mean seconds of each part. A view
+    is made after each step; it belongs to it, since the model may compute the next one beside it."""
 
     wall_s: tuple[float, ...]
     cpu_s: tuple[float, ...]
@@ -111,16 +134,26 @@ class Bench:
         """Compute all prompts: until each of `sequences` has its first token."""
         times = _Recorder(self._runner)
         while any(sequence.num_output == 0 for sequence in sequences):
-            times.step(self.engine)
+            times.step(self.engine, _never)
         return times.result()
 
-    def step(self, count: int, *, before_each: Callable[[], None] = lambda: None) -> TimedSteps:
-        """`count` steps; `before_each` is not timed."""
+    def step(self, count: int, *, before_each: Callable[[], None] | None = None) -> TimedSteps:
+        """`count` steps, one begun while the one before is kept. `before_each` is not timed; with it, each step begins
+        after it."""
         times = _Recorder(self._runner)
-        for _ in range(count):
-            before_each()
-            times.step(self.engine)
+        for left in range(count - 1, -1, -1):
+            if before_each is not None:
+                before_each()
+            times.step(self.engine, _never if before_each is not None or left == 0 else _always)
         return times.result()
+
+
+def _always() -> bool:
+    return True
+
+
+def _never() -> bool:
+    return False
 
 
 class _Recorder:
@@ -129,28 +162,29 @@ class _Recorder:
         self._wall_s: list[float] = []
         self._cpu_s: list[float] = []
         self._view_s: list[float] = []
-        self._parts = dict.fromkeys(("plan", "rest of run", "keep"), 0.0)
+        self._parts = dict.fromkeys(("plan", "rest of runner", "keep"), 0.0)
         self._before = runner.profile()
 
-    def step(self, engine: Engine) -> None:
-        cpu_s, began_at = time.process_time(), time.perf_counter()
-        engine.step()
-        ended_at, runner = time.perf_counter(), self._runner
-        self._cpu_s.append(time.process_time() - cpu_s)
+    def step(self, engine: Engine, goes_on: Callable[[], bool]) -> None:
+        runner = self._runner
+        cpu_s, began_at, inside_s = time.process_time(), time.perf_counter(), runner.inside_s
+        engine.step(goes_on)
         viewed_at = time.perf_counter()
         engine.view()
-        self._view_s.append(time.perf_counter() - viewed_at)
+        ended_at = time.perf_counter()
+        self._cpu_s.append(time.process_time() - cpu_s)
+        self._view_s.append(ended_at - viewed_at)
         self._wall_s.append(ended_at - began_at)
-        self._parts["plan"] += runner.began_at - began_at
-        self._parts["rest of run"] += runner.ended_at - runner.began_at
-        self._parts["keep"] += ended_at - runner.ended_at
+        self._parts["plan"] += runner.finished_at - began_at - (runner.inside_s_then - inside_s)
+        self._parts["rest of runner"] += runner.inside_s - inside_s
+        self._parts["keep"] += viewed_at - runner.finished_at - (runner.inside_s - runner.inside_s_then)
 
     def result(self) -> TimedSteps:
         parts = self._parts | {"view": sum(self._view_s)}
         for name, seconds in self._runner.profile().items():
             parts[name] = seconds - self._before.get(name, 0.0)
             if "." not in name:
-                parts["rest of run"] -= parts[name]
+                parts["rest of runner"] -= parts[name]
         count = max(1, len(self._wall_s))
         means = {name: seconds / count for name, seconds in parts.items()}
         return TimedSteps(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -16,11 +16,14 @@ from tests.scripted_runner import ScriptedRunner
 
 @pytest.mark.parametrize("budget", [1, 32, 100, 512])
 @pytest.mark.parametrize("block_size", [8, 16, 32])
-def test_tokens_should_equal_the_solo_run_in_a_tiny_pool(block_size: int, budget: int) -> None:
+@pytest.mark.parametrize("goes_on", [None, lambda: True], ids=["one by one", "ahead"])
+def test_tokens_should_equal_the_solo_run_in_a_tiny_pool(
+    block_size: int, budget: int, goes_on: Callable[[], bool] | None
+) -> None:
     """Thirty-two arrivals at random moments, in a pool that forces evictions, should each be as alone."""
     rng = random.Random(block_size * 1000 + budget)
     runner = ScriptedRunner(320 // block_size, block_size)
-    driver = Driver(make_engine(runner, max_num_batched_tokens=budget), runner, budget=budget)
+    driver = Driver(make_engine(runner, max_num_batched_tokens=budget), runner, budget=budget, goes_on=goes_on)
     sequences = [make_random_sequence(rng, number, max_tokens=90, is_long=True) for number in range(32)]
     for sequence in sequences:
         driver.engine.add(sequence)
@@ -29,6 +32,8 @@ def test_tokens_should_equal_the_solo_run_in_a_tiny_pool(block_size: int, budget
     driver.run_until_idle()
     driver.assert_as_solo(sequences)
     assert driver.engine.num_evictions >= (5 if budget > 1 else 0)
+    used = {id(plan) for plan in runner.plans} & {id(plan) for plan in runner.prepared}
+    assert (len(used) > len(runner.plans) // 4) == (goes_on is not None), "steps should be made ready if they may be"
 
 
 @pytest.mark.case(77)
@@ -39,16 +44,18 @@ def test_tokens_should_equal_the_solo_run_in_a_tiny_pool(block_size: int, budget
     block_size=st.sampled_from([8, 16]),
     budget=st.sampled_from([1, 7, 32, 100]),
     max_num_seqs=st.sampled_from([1, 3, 64]),
+    ahead=st.sampled_from([0.0, 0.7, 1.0]),
 )
 def test_invariants_should_hold_for_any_history(
-    seed: int, num_blocks: int, block_size: int, budget: int, max_num_seqs: int
+    *, seed: int, num_blocks: int, block_size: int, budget: int, max_num_seqs: int, ahead: float
 ) -> None:
-    """Arrivals, cancels, preempts with a later return, and suspects in any order: blocks never leak or are owned
-    twice, the budget holds, the first in rank moves on in each step, and tokens are as solo."""
+    """Arrivals, cancels, preempts with a later return, and suspects in any order, while a share of `ahead` of the
+    steps goes on with the next one: blocks never leak or are owned twice, the budget holds, the first in rank moves on
+    in each step, and tokens are as solo."""
     rng = random.Random(seed)
     runner = ScriptedRunner(num_blocks, block_size)
     engine = make_engine(runner, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
-    driver = Driver(engine, runner, budget=budget)
+    driver = Driver(engine, runner, budget=budget, goes_on=(lambda: rng.random() < ahead) if ahead else None)
     sequences = [make_random_sequence(rng, n, max_tokens=30) for n in range(12)]
     dropped: set[str] = set()
     alive: dict[str, Sequence] = {}
@@ -86,11 +93,15 @@ def _as_dispatched_again(sequence: Sequence) -> Sequence:
 
 
 def _step_and_check_progress(driver: Driver, sequences: list[Sequence]) -> None:
-    """One step; unless someone is alone, the first of those that run should compute at least a token."""
+    """One step; unless someone is alone, the first of those that run should compute at least a token. What was in
+    flight before may be of others."""
+    was_computing, number = driver.runner.is_computing, len(driver.runner.plans)
     running = [s for s in sequences if s.status is SequenceStatus.RUNNING]
     has_alone = any(s.is_alone for s in sequences if s.status is not SequenceStatus.ENDED)
     driver.step()
-    planned = [chunk.sequence for chunk in driver.runner.plans[-1].chunks]
+    if was_computing:
+        return
+    planned = [chunk.sequence for chunk in driver.runner.plans[number].chunks]
     assert len(planned) == 1 if has_alone else planned
     if running and not has_alone:
         assert min(running, key=lambda s: s.rank) in planned

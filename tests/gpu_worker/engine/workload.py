@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Callable
 
 from gpu_worker.engine.engine import Engine, StepOutput
 from gpu_worker.engine.sequence import Sequence
@@ -45,9 +46,16 @@ def make_engine(runner: ScriptedRunner, *, max_num_seqs: int = 64, max_num_batch
 
 
 class Driver:
-    """Steps an engine, keeps what every choice gained, and checks the promises that hold after any step."""
+    """Steps an engine, keeps what every choice gained, and checks the promises that hold after any step.
 
-    def __init__(self, engine: Engine, runner: ScriptedRunner, *, budget: int = 64) -> None:
+    Args:
+        goes_on: for `Engine.step`.
+    """
+
+    def __init__(
+        self, engine: Engine, runner: ScriptedRunner, *, budget: int = 64, goes_on: Callable[[], bool] | None = None
+    ) -> None:
+        self.goes_on = goes_on
         self.engine = engine
         self.runner = runner
         self.budget = budget
@@ -55,7 +63,7 @@ class Driver:
         self.finish: dict[tuple[str, int], str] = {}
 
     def step(self) -> StepOutput:
-        output = self.engine.step()
+        output = self.engine.step(self.goes_on)
         self.engine.check_integrity()
         assert self.runner.plans[-1].num_tokens <= self.budget
         for new in output.entries:
@@ -69,6 +77,7 @@ class Driver:
             self.step()
         view = self.engine.view()
         assert not self.engine.has_work, "the engine should come to an end"
+        assert not self.runner.is_computing
         assert (view.free_blocks, view.num_running, view.num_waiting) == (self.runner.num_blocks, 0, 0)
         assert self.runner.num_rows == 0, "every sequence that ran should have been forgotten"
 

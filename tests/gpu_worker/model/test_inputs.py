@@ -38,7 +38,7 @@ def test_rows_past_the_plan_are_padding() -> None:
     address = inputs.slots.data_ptr()
     inputs.fill(BatchPlan((PlannedChunk(sequence, 0, 2, is_sampling=False),)))
     assert inputs.slots.data_ptr() == address
-    assert inputs._slots.array.tolist() == [0, 1] + [PADDING_SLOT] * 14
+    assert inputs.whole["slots"].tolist() == [0, 1] + [PADDING_SLOT] * 14
     assert inputs.wanted_rows.numel() == 0
 
 
@@ -70,3 +70,27 @@ def test_tables_follow_sequences_that_change_rows_and_blocks() -> None:
     second.block_ids = [6, 4, 8]
     assert decode((second, 8)) == [[6, 4, 8]]
     assert inputs.slots.tolist() == [32]
+
+
+def test_newest_tokens_may_come_last() -> None:
+    """A step that was filled in before the last tokens were known should hold them once it is completed; tokens of
+    prompts should stay."""
+    inputs = make_inputs()
+    talker, reader = make_sequence([5, 6, 0], block_ids=[1]), make_sequence([1, 2, 3, 4], block_ids=[3])
+    plan = BatchPlan((PlannedChunk(talker, 2, 1, is_sampling=True), PlannedChunk(reader, 1, 3, is_sampling=True)))
+    inputs.fill(plan)
+    talker.token_ids[2] = 77
+    inputs.complete(plan)
+    assert inputs.token_ids.tolist() == [77, 2, 3, 4]
+
+
+def test_twins_should_not_share_what_a_step_reads_on_a_cpu() -> None:
+    """Filling one set should leave the other as it was."""
+    inputs = make_inputs()
+    twin, sequence = inputs.twin(), make_sequence(list(range(12)), block_ids=[0, 1, 2])
+    inputs.fill(BatchPlan((PlannedChunk(sequence, 0, 4, is_sampling=False),)))
+    twin.fill(BatchPlan((PlannedChunk(sequence, 4, 8, is_sampling=True),)))
+    assert inputs.token_ids.tolist() == [0, 1, 2, 3]
+    assert twin.token_ids.tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
+    assert inputs.batch.chunks() == [(0, 4, 4)]
+    assert twin.batch.chunks() == [(0, 8, 12)]

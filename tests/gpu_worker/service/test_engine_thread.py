@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gpu_worker.engine_thread import Add, Applied, Command, Drop, EngineThread, Round, Withdraw
+from gpu_worker.engine_thread import MAX_STEPS_AHEAD, Add, Applied, Command, Drop, EngineThread, Round, Withdraw
 from shared.ids import EntryId, RequestId
 from tests.gpu_worker.engine.workload import make_engine, make_sequence
 from tests.scripted_runner import ScriptedRunner
+from tests.waiting import wait_until
 
 Post = Callable[..., Round]
 
@@ -63,3 +64,46 @@ def test_commands_should_be_applied_in_order(apply: Post) -> None:
         Add((make_sequence("a", max_tokens=200),)), Drop(RequestId("a")), Add((make_sequence("a", max_tokens=200),))
     )
     assert (round_.view.num_held, round_.view.num_running + round_.view.num_waiting) == (1, 1)
+
+
+def test_should_go_ahead_unless_somebody_came() -> None:
+    """A step should be begun as it was made ready, but a sequence that came meanwhile should be in the next one."""
+    rounds: queue.Queue[Round] = queue.Queue()
+    errors: list[Exception] = []
+    runner = ScriptedRunner(is_gated=True)
+    thread = EngineThread(make_engine(runner), post=rounds.put, on_broken=errors.append)
+    thread.start()
+
+    def step() -> Round:
+        runner.permit(1)
+        while not (round_ := rounds.get(timeout=10)).entries:
+            pass
+        thread.settle(round_.number)
+        return round_
+
+    thread.submit(Add((make_sequence("a", max_tokens=200),)))
+    step()
+    step()
+    assert runner.plans[2] is runner.prepared[1]
+    wait_until(lambda: len(runner.prepared) == 3, description="the fourth step is made ready")
+    thread.submit(Add((make_sequence("b", max_tokens=200),)))
+    step()
+    wait_until(lambda: len(runner.plans) == 4, description="the fourth step has begun")
+    assert [chunk.sequence.request_id for chunk in runner.plans[3].chunks] == ["a", "b"]
+    runner.open()
+    thread.stop()
+    assert errors == []
+
+
+def test_should_not_go_ahead_of_the_commits() -> None:
+    """Nothing should be in flight while the thread waits for a commit."""
+    rounds: queue.Queue[Round] = queue.Queue()
+    runner = ScriptedRunner()
+    thread = EngineThread(make_engine(runner), post=rounds.put, on_broken=lambda error: None)
+    thread.start()
+    thread.submit(Add((make_sequence("a", max_tokens=200),)))
+    while rounds.get(timeout=10).number < MAX_STEPS_AHEAD + 1:
+        pass
+    assert not runner.is_computing
+    thread.stop()
+    assert runner.num_finished == MAX_STEPS_AHEAD + 1
