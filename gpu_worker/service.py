@@ -199,6 +199,7 @@ class WorkerService:
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_step_s=limits.max_step_ms / 1000,
+            speculation=limits.speculation(),
         )
 
     def _describe(self, worker_id: WorkerId) -> WorkerHello:

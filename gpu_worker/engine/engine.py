@@ -13,11 +13,12 @@ lost device): `EngineBroken` leaves `step`, the process should die and its reque
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from gpu_worker.engine.batch_plan import BatchPlan, BatchPlanner, DrawnToken, ModelRunner
+from gpu_worker.engine.batch_plan import BatchPlan, BatchPlanner, DrawnToken, ModelRunner, PlannedChunk
 from gpu_worker.engine.block_pool import BlockPool
+from gpu_worker.engine.drafter import Drafter, count_equal
 from gpu_worker.engine.sequence import Sequence, SequenceStatus
 from gpu_worker.engine.step_cost import StepCost
 from gpu_worker.engine.stopping import finish_reason, max_known
@@ -26,6 +27,7 @@ from shared.ids import RequestId
 from shared.log import FinishEntry, LogEntry, TokenEntry
 from shared.logs import get_log
 from shared.messages import HeldRequest
+from shared.speculation import SpeculationConfig
 
 MAX_FAILURES_IN_A_ROW = 8
 
@@ -38,7 +40,8 @@ class EngineBroken(QuireError):
 
 @dataclass(frozen=True, slots=True)
 class NewEntries:
-    """What one choice gained in a step: a token entry, and a finish entry behind it when it ended (`finish`)."""
+    """What one choice gained in a step: a token entry, more of them when a draft was right, and a finish entry behind
+    them when it ended (`finish`)."""
 
     request_id: RequestId
     attempt: int
@@ -70,6 +73,9 @@ class EngineView:
     num_preemptions: int
     num_prompt_tokens: int
     num_generation_tokens: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     num_held: int
     running: dict[RequestId, HeldRequest] = field(default_factory=dict)
 
@@ -82,6 +88,7 @@ class Engine:
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step.
         max_step_s: a step in which some decode takes no more of prompts than fits into this time.
+        speculation: how drafts are made; None: there are none.
     """
 
     def __init__(
@@ -92,12 +99,18 @@ class Engine:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_step_s: float = math.inf,
+        speculation: SpeculationConfig | None = None,
     ) -> None:
         self._runner = runner
         self._max_model_len = max_model_len
         self._pool = BlockPool(runner.num_blocks, runner.block_size)
         self._cost = StepCost(runner.key_cost)
         self._last_units = 0.0
+        self._drafter = None
+        if speculation is not None:
+            self._drafter = Drafter(
+                speculation, cost=self._cost, pool=self._pool, max_model_len=max_model_len, max_step_s=max_step_s
+            )
         self._planner = BatchPlanner(
             self._pool,
             max_step_s=max_step_s,
@@ -105,6 +118,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             forget=runner.forget,
+            drafter=self._drafter,
         )
         self._held: dict[RequestId, list[Sequence]] = {}
         self._num_steps = 0
@@ -183,6 +197,7 @@ class Engine:
     def view(self) -> EngineView:
         """What the engine holds now, O(running sequences)."""
         running = dict.fromkeys(sequence.request_id for sequence in self._planner.running)
+        drafter = self._drafter
         return EngineView(
             num_blocks=self._pool.num_blocks,
             free_blocks=self._pool.num_free,
@@ -193,6 +208,9 @@ class Engine:
             num_preemptions=self.num_evictions + self._num_preempted,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
+            num_drafts=drafter.num_drafts if drafter is not None else 0,
+            num_draft_tokens=drafter.num_draft_tokens if drafter is not None else 0,
+            num_accepted_tokens=drafter.num_accepted_tokens if drafter is not None else 0,
             num_held=len(self._held),
             running={request_id: _describe(self._held[request_id]) for request_id in running},
         )
@@ -208,24 +226,46 @@ class Engine:
         """Count the plan's tokens as computed and append what was drawn."""
         for chunk in plan.chunks:
             chunk.sequence.num_computed += chunk.length
-            self._last_units += self._cost.units(chunk.start, chunk.length)
+            self._last_units += self._cost.units(chunk.start, chunk.num_rows)
         self._num_failures_in_a_row = 0
-        sampling = (chunk.sequence for chunk in plan.chunks if chunk.is_sampling)
-        return StepOutput(tuple(self._append(sequence, token) for sequence, token in zip(sampling, drawn, strict=True)))
+        tokens = iter(drawn)
+        sampling = (chunk for chunk in plan.chunks if chunk.is_sampling)
+        gained = tuple(self._append(chunk.sequence, self._verify(chunk, tokens)) for chunk in sampling)
+        assert next(tokens, None) is None, "more tokens drawn than the plan asks for"
+        return StepOutput(gained)
 
-    def _append(self, sequence: Sequence, token: DrawnToken) -> NewEntries:
+    def _verify(self, chunk: PlannedChunk, drawn: Iterator[DrawnToken]) -> list[DrawnToken]:
+        """The tokens drawn for `chunk` that hold: those that equal its draft, and one more."""
+        tokens = [next(drawn) for _ in range(len(chunk.draft) + 1)]
+        if self._drafter is None:
+            return tokens
+        token_ids = [token.token_id for token in tokens]
+        num_right = count_equal(chunk.draft, token_ids)
+        self._drafter.note(chunk, token_ids[: num_right + 1])
+        return tokens[: num_right + 1]
+
+    def _append(self, sequence: Sequence, tokens: list[DrawnToken]) -> NewEntries:
+        """Let `sequence` gain `tokens`, at most until it ends; all but the last were computed in the step."""
         if sequence.num_output == 0:
             self._num_prompt_tokens += sequence.num_prompt_tokens
-        self._num_generation_tokens += 1
         if sequence.is_alone:
             self._unite(sequence.request_id)
-        sequence.token_ids.append(token.token_id)
-        entries: tuple[LogEntry, ...] = (TokenEntry(sequence.choice, token.token_id, token.logprobs),)
-        finish = finish_reason(sequence, self._max_model_len)
+        entries: list[LogEntry] = []
+        finish = ""
+        for token in tokens:
+            sequence.token_ids.append(token.token_id)
+            entries.append(TokenEntry(sequence.choice, token.token_id, token.logprobs))
+            finish = finish_reason(sequence, self._max_model_len)
+            if finish:
+                break
+        sequence.num_computed += len(entries) - 1
+        self._num_generation_tokens += len(entries)
         if finish:
-            entries += (FinishEntry(sequence.choice, finish),)
+            entries.append(FinishEntry(sequence.choice, finish))
             self._remove(sequence)
-        return NewEntries(sequence.request_id, sequence.attempt, sequence.choice, entries, finish)
+        elif self._drafter is not None:
+            self._planner.settle(sequence)
+        return NewEntries(sequence.request_id, sequence.attempt, sequence.choice, tuple(entries), finish)
 
     def _unite(self, request_id: RequestId) -> None:
         """The request has gained a token: it may step with others again."""

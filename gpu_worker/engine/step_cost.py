@@ -2,8 +2,8 @@
 
 A step's work is counted in units: a token is one, and each key that a query sees is `key_cost` of one. The seconds of
 a unit are a running mean over steps of at least `MIN_UNITS` (smaller ones are bound by reading the weights, and say
-nothing of what one more token costs). So the mean always comes from steps of about the size that it is used for, and
-what such a step costs beside its units (weights, launches) is in it.
+nothing of what one more token costs; their seconds have a mean of their own). So the mean always comes from steps of
+about the size that it is used for, and what such a step costs beside its units (weights, launches) is in it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class StepCost:
     def __init__(self, key_cost: float) -> None:
         self.key_cost = key_cost
         self._unit_s: float | None = None
+        self._small_s: float | None = None
 
     def units(self, start: int, length: int) -> float:
         """Of computing tokens start .. start + length of a sequence."""
@@ -36,13 +37,21 @@ class StepCost:
 
     def observe(self, units: float, seconds: float) -> None:
         """A step of `units` took `seconds`."""
-        if units < MIN_UNITS or seconds <= 0.0:
+        if seconds <= 0.0:
             return
-        unit_s = seconds / units
-        if self._unit_s is None:
-            self._unit_s = unit_s
-        else:
-            self._unit_s += NEW_SHARE * (min(unit_s, MAX_RISE * self._unit_s) - self._unit_s)
+        if units < MIN_UNITS:
+            self._small_s = _follow(self._small_s, seconds)
+            return
+        self._unit_s = _follow(self._unit_s, seconds / units)
+
+    @property
+    def unit_s(self) -> float:
+        """Seconds of a unit; 0.0 while nothing has been measured."""
+        return self._unit_s or 0.0
+
+    def step_s(self, units: float) -> float:
+        """Seconds of a step of `units`; 0.0 while nothing like it has been measured."""
+        return (self._small_s or 0.0) if units < MIN_UNITS else units * self.unit_s
 
     def units_within(self, seconds: float) -> float:
         """How many units take about `seconds`."""
@@ -57,3 +66,8 @@ class StepCost:
         # key_cost / 2 · length² + linear · length = units
         root = (linear * linear + 2.0 * self.key_cost * units) ** 0.5
         return int((root - linear) / self.key_cost)
+
+
+def _follow(mean: float | None, value: float) -> float:
+    """The running mean after `value`."""
+    return value if mean is None else mean + NEW_SHARE * (min(value, MAX_RISE * mean) - mean)

@@ -21,10 +21,11 @@ PADDING_SLOT = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCapacity:
-    """The largest step there can be."""
+    """The largest step there can be. `max_wanted`: rows whose logits are wanted."""
 
     max_tokens: int
     max_sequences: int
+    max_wanted: int
     max_blocks: int
     block_size: int
 
@@ -73,7 +74,8 @@ class StepInputs:
     Attributes after `fill`:
         token_ids, positions, slots: [rows] int64; slot −1: padding.
         batch: query starts, context lengths and block tables of the chunks.
-        capacity: as given. wanted_rows: [sampling chunks] int64, rows whose logits are wanted, in plan order.
+        capacity: as given. wanted_rows: [wanted] int64, rows whose logits are wanted, in plan order: of each sampling
+            chunk that of its last known token and those of its draft.
 
     With padding there are rows and sequences behind the plan's.
     """
@@ -84,7 +86,7 @@ class StepInputs:
         self._token_ids = _Buffer((tokens,), torch.int64, device)
         self._positions = _Buffer((tokens,), torch.int64, device)
         self._slots = _Buffer((tokens,), torch.int64, device)
-        self._wanted_rows = _Buffer((sequences,), torch.int64, device)
+        self._wanted_rows = _Buffer((capacity.max_wanted,), torch.int64, device)
         self._query_starts = _Buffer((sequences + 1,), torch.int32, device)
         self._context_lens = _Buffer((sequences,), torch.int32, device)
         self._block_tables = _Buffer((sequences, capacity.max_blocks), torch.int32, device)
@@ -107,7 +109,7 @@ class StepInputs:
         assert len(plan.chunks) <= self.capacity.max_sequences, "more sequences than max_num_seqs"
         chunks, block_size, num_rows = plan.chunks, self.capacity.block_size, plan.num_tokens
         self._fill_tables(chunks)
-        context_lens = np.array([chunk.start + chunk.length for chunk in chunks], dtype=np.int64)
+        context_lens = np.array([chunk.start + chunk.num_rows for chunk in chunks], dtype=np.int64)
         if num_rows == len(chunks):  # all decode
             end_rows, owners, positions = (
                 self._row_numbers[1 : num_rows + 1],
@@ -115,18 +117,17 @@ class StepInputs:
                 context_lens - 1,
             )
         else:
-            lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
+            lengths = np.array([chunk.num_rows for chunk in chunks], dtype=np.int64)
             end_rows, owners = lengths.cumsum(), np.repeat(self._row_numbers[: len(chunks)], lengths)
             positions = self._row_numbers[:num_rows] + np.repeat(context_lens - end_rows, lengths)
         blocks, offsets = np.divmod(positions, block_size)
         slots = self._block_tables.array[owners, blocks] * np.int64(block_size) + offsets
         added = 0 if padding is None else padding.num_sequences - num_rows
-        self.token_ids = self._token_ids.put(_known_tokens(chunks), padding=added)
+        self.token_ids = self._token_ids.put(_step_tokens(chunks), padding=added)
         self.positions = self._positions.put(positions, padding=added)
         self.slots = self._slots.put(slots, padding=added, filler=PADDING_SLOT)
         self._slots.array[num_rows:] = PADDING_SLOT
-        wanted = [end for end, chunk in zip(end_rows.tolist(), chunks, strict=True) if chunk.is_sampling]
-        self.wanted_rows = self._wanted_rows.put(np.array(wanted, dtype=np.int64) - 1)
+        self.wanted_rows = self._wanted_rows.put(_wanted_rows(chunks, end_rows.tolist()))
         self._query_starts.array[0] = 0
         self._query_starts.array[1 : len(chunks) + 1] = end_rows
         self._query_starts.array[len(chunks) + 1 : len(chunks) + 1 + added] = num_rows
@@ -144,7 +145,7 @@ class StepInputs:
         block_size, written = self.capacity.block_size, self._written
         for row, chunk in enumerate(chunks):
             block_ids = chunk.sequence.block_ids
-            num_blocks = -(-(chunk.start + chunk.length) // block_size)
+            num_blocks = -(-(chunk.start + chunk.num_rows) // block_size)
             assert len(block_ids) >= num_blocks, "a chunk without blocks for its tokens"
             known, count = written[row]
             if known is not block_ids:
@@ -168,8 +169,18 @@ class StepInputs:
         )
 
 
-def _known_tokens(chunks: tuple[PlannedChunk, ...]) -> list[int]:
+def _step_tokens(chunks: tuple[PlannedChunk, ...]) -> list[int]:
     token_ids: list[int] = []
     for chunk in chunks:
         token_ids += chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length]
+        token_ids += chunk.draft
     return token_ids
+
+
+def _wanted_rows(chunks: tuple[PlannedChunk, ...], end_rows: list[int]) -> list[int]:
+    """The last known token's row of each sampling chunk, and those of its draft. `end_rows`: behind each chunk."""
+    wanted: list[int] = []
+    for end, chunk in zip(end_rows, chunks, strict=True):
+        if chunk.is_sampling:
+            wanted += range(end - len(chunk.draft) - 1, end)
+    return wanted

@@ -100,19 +100,20 @@ class DecoderRunner:
         return self.card.device
 
     def run(self, plan: BatchPlan) -> list[DrawnToken]:
-        """Write KV for all tokens of `plan` and draw one token for each sampling chunk, in plan order."""
+        """Write KV for all tokens of `plan` and draw one token for each sampling chunk, in plan order, and one for each
+        token of its draft behind it."""
         if not plan.chunks:
             return []
-        sequences = [chunk.sequence for chunk in plan.chunks if chunk.is_sampling]
+        sequences, positions = _draws(plan)
         with torch.inference_mode():
             if self._graphs is None and all(map(is_plainly_greedy, sequences)):
                 return [DrawnToken(token_id) for token_id in self._compute_best(plan)]
             logits = self.compute_logits(plan)
             with self._times.part("sampling"):
-                return self._sampler.draw(logits, sequences)
+                return self._sampler.draw(logits, sequences, positions)
 
     def compute_logits(self, plan: BatchPlan) -> torch.Tensor:
-        """Write KV for all tokens of `plan`; raw logits [sampling chunks, model's vocabulary] float32."""
+        """Write KV for all tokens of `plan`; raw logits [tokens to draw, model's vocabulary] float32."""
         if self._graphs is not None:
             with torch.inference_mode(), self._times.part("graph"):
                 logits = self._graphs.compute_logits(plan)
@@ -130,7 +131,7 @@ class DecoderRunner:
         return self._times.seconds() | ops
 
     def _compute_best(self, plan: BatchPlan) -> list[int]:
-        """Write KV for all tokens of `plan`; the likeliest token of each sampling chunk."""
+        """Write KV for all tokens of `plan`; the likeliest of each token to draw."""
         with self._times.part("inputs"):
             self._inputs.fill(plan)
         with self._times.part("forward"):
@@ -140,3 +141,15 @@ class DecoderRunner:
         """The sequence has left the batch: free its sampling row."""
         with torch.inference_mode():
             self._sampler.forget(sequence)
+
+
+def _draws(plan: BatchPlan) -> tuple[list[Sequence], list[int]]:
+    """For each token to draw: its sequence and its output position."""
+    sequences: list[Sequence] = []
+    positions: list[int] = []
+    for chunk in plan.chunks:
+        if chunk.is_sampling:
+            first, count = chunk.sequence.num_output, 1 + len(chunk.draft)
+            sequences += [chunk.sequence] * count
+            positions += range(first, first + count)
+    return sequences, positions

@@ -12,7 +12,7 @@ from tests.gpu_worker.model.plans import make_sequence
 
 
 def make_inputs() -> StepInputs:
-    capacity = StepCapacity(max_tokens=16, max_sequences=3, max_blocks=4, block_size=4)
+    capacity = StepCapacity(max_tokens=16, max_sequences=3, max_wanted=6, max_blocks=4, block_size=4)
     return StepInputs(capacity, torch.device("cpu"))
 
 
