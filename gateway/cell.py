@@ -7,7 +7,7 @@ held by no worker) and the sequences that wait inside workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.bus import Bus, ReportMessage
@@ -18,6 +18,11 @@ from shared.messages import WorkerReport
 
 READ_COUNT = 1000
 READ_BLOCK_MS = 500
+COUNTERS = (
+    "num_preemptions", "num_prompt_tokens", "num_generation_tokens",
+    "num_drafts", "num_draft_tokens", "num_accepted_tokens",
+)  # fmt: skip
+"""Fields of reports that are summed, and of the totals."""
 FORGET_AFTER_LEASES = 100
 """An incarnation that was silent for so long never comes back: only its counters are kept."""
 
@@ -34,6 +39,9 @@ class CellTotals:
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def usage(self) -> float:
@@ -50,7 +58,7 @@ class CellView:
         self._lease_s = lease_s
         self._after = EntryId("$")
         self._latest: dict[WorkerId, tuple[WorkerReport, float]] = {}
-        self._ended_counters = (0, 0, 0)
+        self._ended_counters = dict.fromkeys(COUNTERS, 0)
 
     async def read(self) -> None:
         """Wait up to `READ_BLOCK_MS` for reports and take them. Raises `BusError`."""
@@ -69,18 +77,14 @@ class CellView:
         now = self._clock.now()
         reports = [report for report, at in self._latest.values() if now - at < self._lease_s]
         held = {request.request_id for report in reports for request in report.held}
-        preemptions, prompt_tokens, generation_tokens = _add(
-            [self._ended_counters, *(_counters(report) for report, _ in self._latest.values())]
-        )
+        counters = _add([self._ended_counters, *(_counters(report) for report, _ in self._latest.values())])
         return CellTotals(
             num_running=sum(report.num_running for report in reports),
             num_waiting=sum(report.num_waiting for report in reports) + len(await self._live() - held),
             num_blocks=sum(report.num_blocks for report in reports),
             num_blocks_used=sum(report.num_blocks - report.free_blocks for report in reports),
             num_workers=len(reports),
-            num_preemptions=preemptions,
-            num_prompt_tokens=prompt_tokens,
-            num_generation_tokens=generation_tokens,
+            **counters,
         )
 
     async def _live(self) -> set[RequestId]:
@@ -96,10 +100,9 @@ class CellView:
             self._ended_counters = _add([self._ended_counters, _counters(report)])
 
 
-def _counters(report: WorkerReport) -> tuple[int, int, int]:
-    return report.num_preemptions, report.num_prompt_tokens, report.num_generation_tokens
+def _counters(report: WorkerReport) -> dict[str, int]:
+    return {name: getattr(report, name) for name in COUNTERS}
 
 
-def _add(rows: Iterable[tuple[int, int, int]]) -> tuple[int, int, int]:
-    first, second, third = (sum(column) for column in zip(*rows, strict=True))
-    return first, second, third
+def _add(rows: Sequence[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(row[name] for row in rows) for name in COUNTERS}

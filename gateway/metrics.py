@@ -95,6 +95,9 @@ class _CellCollector:
             "vllm:num_preemptions": ("sequences preempted", t.num_preemptions),
             "vllm:prompt_tokens": ("prompt tokens computed", t.num_prompt_tokens),
             "vllm:generation_tokens": ("tokens generated", t.num_generation_tokens),
+            "vllm:spec_decode_num_drafts": ("drafts tried", t.num_drafts),
+            "vllm:spec_decode_num_draft_tokens": ("tokens of drafts", t.num_draft_tokens),
+            "vllm:spec_decode_num_accepted_tokens": ("tokens of drafts that were right", t.num_accepted_tokens),
         }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(name, text, labels=("model_name",))

@@ -22,6 +22,9 @@ COUNTERS = {
     "num_preemptions": "evictions and sequences preempted by the scheduler",
     "num_prompt_tokens": "prompt tokens of sequences that have begun",
     "num_generation_tokens": "tokens drawn",
+    "num_drafts": "drafts tried, see --speculative-config",
+    "num_draft_tokens": "tokens of those drafts",
+    "num_accepted_tokens": "tokens of those drafts that were right",
 }
 
 

@@ -118,5 +118,8 @@ class Reporter:
             num_preemptions=view.num_preemptions,
             num_prompt_tokens=view.num_prompt_tokens,
             num_generation_tokens=view.num_generation_tokens,
+            num_drafts=view.num_drafts,
+            num_draft_tokens=view.num_draft_tokens,
+            num_accepted_tokens=view.num_accepted_tokens,
             is_draining=mine.is_draining,
         )

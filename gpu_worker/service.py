@@ -201,6 +201,7 @@ class WorkerService:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_step_s=limits.max_step_ms / 1000,
             clock=MonotonicClock(),
+            speculation=limits.speculation(),
         )
 
     def _describe(self, worker_id: WorkerId) -> WorkerHello:

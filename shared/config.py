@@ -14,6 +14,7 @@ from typing import TypeVar
 from shared import flags
 from shared.errors import ConfigError
 from shared.flags import setting
+from shared.speculation import SpeculationConfig, parse_speculative_config
 
 C = TypeVar("C")
 
@@ -91,6 +92,13 @@ class EngineConfig:
     seed: int = setting(0, "unused by sampling (requests carry their own); kept for vLLM's command lines", minimum=0)
     enforce_eager: bool = setting(False, "no CUDA graphs for decode steps")
     enable_prefix_caching: bool = setting(False, "reuse KV of equal prompt prefixes (not available yet)")
+    speculative_config: str = setting("", "try several tokens in a step where the text repeats itself, as vLLM's JSON: "
+                                      """'{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, """
+                                      """"prompt_lookup_min": 2}'; none: one at a time""")  # fmt: skip
+
+    def speculation(self) -> SpeculationConfig | None:
+        """What `speculative_config` says; None: off. Raises `ConfigError`."""
+        return parse_speculative_config(self.speculative_config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +158,7 @@ def load(config_class: type[C], argv: list[str], *, program: str, description: s
     known = frozenset(flags.variable(name) for name in flags.names(ServeConfig))
     config = flags.parse(config_class, argv, dict(os.environ), program=program, description=description,
                          known_variables=known)  # fmt: skip
-    _refuse_unbuilt(config)
+    _check_engine(config)
     return config
 
 
@@ -160,7 +168,10 @@ def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
     return kept | dict(additions)
 
 
-def _refuse_unbuilt(config: object) -> None:
+def _check_engine(config: object) -> None:
     engine = getattr(config, "engine", None)
-    if isinstance(engine, EngineConfig) and engine.enable_prefix_caching:
+    if not isinstance(engine, EngineConfig):
+        return
+    if engine.enable_prefix_caching:
         raise ConfigError("--enable-prefix-caching: not available in this version; leave it out")
+    engine.speculation()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Callable
 
 from gpu_worker.engine.batch_plan import BatchPlan, DrawnToken, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
@@ -16,7 +17,11 @@ from shared.log import Logprobs
 from shared.messages import SamplingParams
 
 VOCAB_SIZE = 97
+PERIOD = 5
 MAX_GATED_S = 20
+
+
+DrawNext = Callable[[list[int], int, int, SamplingParams], DrawnToken]
 
 
 class CorruptCache(BaseException):
@@ -28,6 +33,7 @@ class ScriptedRunner:
 
     Args:
         poison: a token id that makes each step computing it raise, as a prompt that breaks the model would.
+        draw: gives the token that follows; `draw_next` or `draw_repeating`.
         is_gated: each step waits for a permit, see `permit`.
     """
 
@@ -38,11 +44,13 @@ class ScriptedRunner:
     key_cost = 0.0
 
     def __init__(
-        self, num_blocks: int = 64, block_size: int = 16, *, poison: int | None = None, is_gated: bool = False
-    ) -> None:
+        self, num_blocks: int = 64, block_size: int = 16, *, poison: int | None = None, is_gated: bool = False,
+        draw: DrawNext | None = None,
+    ) -> None:  # fmt: skip
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.poison = poison
+        self.draw = draw or draw_next
         self.is_broken = False
         self._gate = threading.Semaphore(0) if is_gated else None
         self._is_open = False
@@ -80,9 +88,16 @@ class ScriptedRunner:
         self.num_finished += 1
         for chunk, block_ids in started:
             self._write(chunk, block_ids)
-        sampling = [chunk.sequence for chunk, _ in started if chunk.is_sampling]
-        self._with_row.update(sampling)
-        return [draw(sequence) for sequence in sampling]
+        sampling = [chunk for chunk, _ in started if chunk.is_sampling]
+        self._with_row.update(chunk.sequence for chunk in sampling)
+        return [token for chunk in sampling for token in self._draw(chunk)]
+
+    def _draw(self, chunk: PlannedChunk) -> list[DrawnToken]:
+        """The next token, and those behind each token of the draft."""
+        s, draft = chunk.sequence, list(chunk.draft)
+        return [
+            self.draw(s.token_ids + draft[:i], s.num_output + i, s.choice, s.sampling) for i in range(len(draft) + 1)
+        ]
 
     def forget(self, sequence: Sequence) -> None:
         self._with_row.discard(sequence)
@@ -117,29 +132,26 @@ class ScriptedRunner:
 
     def _check_cover(self, chunk: PlannedChunk) -> None:
         sequence, end = chunk.sequence, chunk.start + chunk.length
-        if chunk.length < 1 or end > len(sequence.token_ids) or end > len(sequence.block_ids) * self.block_size:
-            raise CorruptCache(f"chunk [{chunk.start}, {end}) is not covered")
+        if chunk.length < 1 or end > len(sequence.token_ids):
+            raise CorruptCache(f"chunk [{chunk.start}, {end}) goes beyond the known tokens")
+        if chunk.start + chunk.num_rows > len(sequence.block_ids) * self.block_size:
+            raise CorruptCache(f"chunk [{chunk.start}, {end}) and {len(chunk.draft)} drafted tokens are not covered")
         if chunk.start != sequence.num_computed:
             raise CorruptCache(f"a chunk begins at {chunk.start}, where {sequence.num_computed} tokens are computed")
-        if chunk.is_sampling != (end == len(sequence.token_ids)):
+        if chunk.is_sampling != (end == len(sequence.token_ids)) or (chunk.draft and not chunk.is_sampling):
             raise CorruptCache("a chunk samples at the end of the known tokens, and only there")
 
     def _write(self, chunk: PlannedChunk, block_ids: list[int]) -> None:
         sequence, end = chunk.sequence, chunk.start + chunk.length
         if self.is_broken or self.poison in sequence.token_ids[chunk.start : end]:
             raise RuntimeError("the model cannot compute this")
-        for position in range(end):
+        for position, token_id in enumerate([*sequence.token_ids[:end], *chunk.draft]):
             slot = block_ids[position // self.block_size] * self.block_size + position % self.block_size
-            content = (sequence, position, sequence.token_ids[position])
+            content = (sequence, position, token_id)
             if position >= chunk.start:
                 self._slots[slot] = content
             elif self._slots.get(slot) != content:
                 raise CorruptCache(f"position {position} reads slot {slot}, which does not hold its token")
-
-
-def draw(sequence: Sequence) -> DrawnToken:
-    """The token that `sequence` draws next."""
-    return draw_next(sequence.token_ids, sequence.num_output, sequence.choice, sequence.sampling)
 
 
 def draw_next(known: list[int], num_output: int, choice: int, sampling: SamplingParams) -> DrawnToken:
@@ -147,21 +159,36 @@ def draw_next(known: list[int], num_output: int, choice: int, sampling: Sampling
     is_banned = num_output < sampling.min_tokens
     text = f"{known}|{sampling.seed}|{choice}|{num_output}"
     for salt in range(10_000):
-        token_id = int.from_bytes(hashlib.sha256(f"{text}|{salt}".encode()).digest()[:4]) % VOCAB_SIZE
+        token_id = _hash(f"{text}|{salt}") % VOCAB_SIZE
         if not (is_banned and token_id in sampling.stop_token_ids):
             break
     logprobs = None if sampling.num_logprobs is None else Logprobs(-0.5, ((token_id, -0.5),) * sampling.num_logprobs)
     return DrawnToken(token_id, logprobs)
 
 
-def solo_output(prompt: list[int], choice: int, sampling: SamplingParams, max_model_len: int) -> tuple[list[int], str]:
+def draw_repeating(known: list[int], num_output: int, choice: int, sampling: SamplingParams) -> DrawnToken:
+    """As `draw_next`, but four of five tokens are the one `PERIOD` tokens before."""
+    token = draw_next(known, num_output, choice, sampling)
+    if len(known) < PERIOD or _hash(f"{known}|{sampling.seed}|{choice}|{num_output}") % 5 == 0:
+        return token
+    is_banned = num_output < sampling.min_tokens and known[-PERIOD] in sampling.stop_token_ids
+    return token if is_banned else DrawnToken(known[-PERIOD], token.logprobs)
+
+
+def solo_output(
+    prompt: list[int], choice: int, sampling: SamplingParams, max_model_len: int, draw: DrawNext = draw_next
+) -> tuple[list[int], str]:
     """Output tokens and finish reason of a sequence that nothing ever disturbs."""
     known = list(prompt)
     while True:
         num_output = len(known) - len(prompt)
-        known.append(draw_next(known, num_output, choice, sampling).token_id)
+        known.append(draw(known, num_output, choice, sampling).token_id)
         num_output += 1
         if num_output > sampling.min_tokens and known[-1] in sampling.stop_token_ids:
             return known[len(prompt) :], "stop"
         if num_output >= sampling.max_tokens or len(known) >= max_model_len:
             return known[len(prompt) :], "length"
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Protocol
 
 from gpu_worker.engine.block_pool import BlockPool
+from gpu_worker.engine.drafter import Drafter
 from gpu_worker.engine.sequence import Sequence, SequenceStatus
 from gpu_worker.engine.step_cost import StepCost
 from shared.log import Logprobs
@@ -18,12 +19,19 @@ from shared.log import Logprobs
 @dataclass(frozen=True, slots=True)
 class PlannedChunk:
     """Compute tokens [start, start + length) of `sequence`; `is_sampling`: they end at its last known token, so the
-    step draws its next one. Its `block_ids` already cover start + length tokens."""
+    step draws its next one. `draft`: tokens that may follow; they are computed behind the known ones, and the step
+    draws behind each of them, too. The sequence's `block_ids` already cover start + num_rows tokens."""
 
     sequence: Sequence
     start: int
     length: int
     is_sampling: bool
+    draft: tuple[int, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens to compute."""
+        return self.length + len(self.draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +42,12 @@ class BatchPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.length for chunk in self.chunks)
+        return sum(chunk.num_rows for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnToken:
-    """The token that a sampling chunk gave; `logprobs` when its request asked for them."""
+    """A token that a sampling chunk gave; `logprobs` when its request asked for them."""
 
     token_id: int
     logprobs: Logprobs | None = None
@@ -65,15 +73,16 @@ class ModelRunner(Protocol):
 
     def prepare(self, plan: BatchPlan) -> None:
         """Make a plan ready that is probably started next, while a step computes. Of chunks that hold one token the
-        token is not known yet: what the sequence has in its place counts for nothing."""
+        token is not known yet: what the sequence has in its place counts for nothing. Such a plan has no drafts."""
         ...
 
     def start(self, plan: BatchPlan) -> None:
-        """Begin a step: write KV for all tokens of the plan, and draw one token for each sampling chunk. Returns soon;
-        one step at a time.
+        """Begin a step: write KV for all tokens of the plan, and draw one token for each sampling chunk; where a chunk
+        has a draft, one behind its last known token and one behind each token of the draft. Returns soon; one step at a
+        time.
 
-        The token drawn for a chunk that ends at output position p depends only on the sequence's known tokens, its
-        sampling parameters, choice and p: never on what else is in the plan or how the prompt was cut.
+        The token drawn at output position p depends only on the tokens before it, the sequence's sampling parameters,
+        choice and p: never on what else is in the plan, how the prompt was cut, or which tokens are a draft.
         """
         ...
 
@@ -109,6 +118,7 @@ class BatchPlanner:
     Args:
         forget: called with each sequence that stops running, to free what the model keeps for it.
         cost: what steps have cost so far.
+        drafter: gives sequences that decode a draft; None: there is no speculation.
     """
 
     def __init__(
@@ -120,6 +130,7 @@ class BatchPlanner:
         max_step_s: float,
         cost: StepCost,
         forget: Callable[[Sequence], None],
+        drafter: Drafter | None = None,
     ) -> None:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
@@ -127,6 +138,7 @@ class BatchPlanner:
         self._alone: set[Sequence] = set()
         self._pool = pool
         self._forget = forget
+        self._drafter = drafter
         self._budget = max_num_batched_tokens
         self._max_step_s = max_step_s
         self._cost = cost
@@ -160,6 +172,13 @@ class BatchPlanner:
         sequence.status = SequenceStatus.WAITING
         self.num_evictions += 1
         self.add(sequence)
+
+    def settle(self, sequence: Sequence) -> None:
+        """A step with a draft of this running sequence is over: take back the blocks that no known token needs."""
+        needed = self._pool.blocks_for(sequence.num_known)
+        if len(sequence.block_ids) > needed:
+            self._pool.free(sequence.block_ids[needed:])
+            sequence.block_ids = sequence.block_ids[:needed]
 
     def plan(self) -> BatchPlan:
         """The next step; empty only when there is no sequence. Evicts and admits."""
@@ -219,10 +238,12 @@ class BatchPlanner:
     def _fill(self, running: list[Sequence]) -> Iterator[PlannedChunk]:
         """Chunks of `running` and of who is admitted, until the token budget or the step's time is used up."""
         budget = self._budget
-        decoding = [s for s in running if s.num_uncomputed == 1]
-        for sequence in decoding:
-            yield _cut(sequence, 1)
+        decoding = [_cut(s, 1) for s in running if s.num_uncomputed == 1]
         budget -= len(decoding)
+        if self._drafter is not None and decoding:
+            decoding = self._drafter.extend(decoding, budget, may_allocate=not self.waiting)
+            budget -= sum(len(chunk.draft) for chunk in decoding)
+        yield from decoding
         units = self._prompt_units(decoding)
         prompts = [s for s in running if s.num_uncomputed > 1]
         for sequence in chain(prompts, self._admissions()) if budget else ():
@@ -234,11 +255,11 @@ class BatchPlanner:
             if budget == 0 or units < 1.0:
                 return
 
-    def _prompt_units(self, decoding: list[Sequence]) -> float:
+    def _prompt_units(self, decoding: list[PlannedChunk]) -> float:
         """How much of prompts a step beside `decoding` may compute."""
         if not decoding:
             return math.inf
-        spent = sum(self._cost.units(s.num_computed, 1) for s in decoding)
+        spent = sum(self._cost.units(chunk.start, chunk.num_rows) for chunk in decoding)
         return max(MIN_PROMPT_UNITS, self._cost.units_within(self._max_step_s) - spent)
 
     def _admissions(self) -> Iterator[Sequence]:

@@ -27,8 +27,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from gpu_worker.engine.ahead import assume_computed, living, will_end, without_ended
-from gpu_worker.engine.batch_plan import BatchPlan, BatchPlanner, DrawnToken, ModelRunner
+from gpu_worker.engine.batch_plan import BatchPlan, BatchPlanner, DrawnToken, ModelRunner, PlannedChunk
 from gpu_worker.engine.block_pool import BlockPool
+from gpu_worker.engine.drafter import Drafter, count_equal
 from gpu_worker.engine.sequence import Sequence, SequenceStatus
 from gpu_worker.engine.step_cost import StepCost
 from gpu_worker.engine.stopping import finish_reason, max_known
@@ -38,6 +39,7 @@ from shared.ids import RequestId
 from shared.log import FinishEntry, LogEntry, TokenEntry
 from shared.logs import get_log
 from shared.messages import HeldRequest
+from shared.speculation import SpeculationConfig
 
 MAX_FAILURES_IN_A_ROW = 8
 
@@ -50,7 +52,8 @@ class EngineBroken(QuireError):
 
 @dataclass(frozen=True, slots=True)
 class NewEntries:
-    """What one choice gained in a step: a token entry, and a finish entry behind it when it ended (`finish`)."""
+    """What one choice gained in a step: a token entry, more of them when a draft was right, and a finish entry behind
+    them when it ended (`finish`)."""
 
     request_id: RequestId
     attempt: int
@@ -82,6 +85,9 @@ class EngineView:
     num_preemptions: int
     num_prompt_tokens: int
     num_generation_tokens: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     num_held: int
     running: dict[RequestId, HeldRequest] = field(default_factory=dict)
 
@@ -95,8 +101,8 @@ class _Started:
     error: Exception | None = None
 
 
-_Gain = tuple[Sequence, DrawnToken, str]
-"""A sequence, the token it gained, and why it ended with it ("": it goes on)."""
+_Gain = tuple[Sequence, list[DrawnToken], str]
+"""A sequence, the tokens it gained, and why it ended with the last of them ("": it goes on)."""
 
 
 class Engine:
@@ -108,6 +114,7 @@ class Engine:
         max_num_batched_tokens: most tokens in one step.
         max_step_s: a step in which some decode takes no more of prompts than fits into this time.
         clock: times steps, for `max_step_s`; None: nothing is known of their time.
+        speculation: how drafts are made; None: there are none.
     """
 
     def __init__(
@@ -119,6 +126,7 @@ class Engine:
         max_num_batched_tokens: int,
         max_step_s: float = math.inf,
         clock: Clock | None = None,
+        speculation: SpeculationConfig | None = None,
     ) -> None:
         self._clock = clock
         self._in_flight: _Started | None = None
@@ -126,6 +134,11 @@ class Engine:
         self._max_model_len = max_model_len
         self._pool = BlockPool(runner.num_blocks, runner.block_size)
         self._cost = StepCost(runner.key_cost)
+        self._drafter = None
+        if speculation is not None:
+            self._drafter = Drafter(
+                speculation, cost=self._cost, pool=self._pool, max_model_len=max_model_len, max_step_s=max_step_s
+            )
         self._planner = BatchPlanner(
             self._pool,
             max_step_s=max_step_s,
@@ -133,6 +146,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             forget=runner.forget,
+            drafter=self._drafter,
         )
         self._held: dict[RequestId, list[Sequence]] = {}
         self._num_steps = 0
@@ -221,6 +235,7 @@ class Engine:
     def view(self) -> EngineView:
         """What the engine holds now, O(running sequences)."""
         running = dict.fromkeys(sequence.request_id for sequence in self._planner.running)
+        drafter = self._drafter
         return EngineView(
             num_blocks=self._pool.num_blocks,
             free_blocks=self._pool.num_free,
@@ -231,6 +246,9 @@ class Engine:
             num_preemptions=self.num_evictions + self._num_preempted,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
+            num_drafts=drafter.num_drafts if drafter is not None else 0,
+            num_draft_tokens=drafter.num_draft_tokens if drafter is not None else 0,
+            num_accepted_tokens=drafter.num_accepted_tokens if drafter is not None else 0,
             num_held=len(self._held),
             running={request_id: _describe(self._held[request_id]) for request_id in running},
         )
@@ -257,12 +275,15 @@ class Engine:
             raise step.error
         drawn = self._runner.finish()
         if self._clock is not None:
-            units = sum(self._cost.units(chunk.start, chunk.length) for chunk in step.plan.chunks)
+            units = sum(self._cost.units(chunk.start, chunk.num_rows) for chunk in step.plan.chunks)
             self._cost.observe(units, self._clock.now() - step.at)
         return drawn
 
     def _prepare(self, plan: BatchPlan) -> BatchPlan | None:
-        """Make the step behind `plan`, which computes, ready; None when it must be planned afterwards."""
+        """Make the step behind `plan`, which computes, ready; None when it must be planned afterwards, as all are that
+        may have drafts: what to try depends on the tokens that are being drawn."""
+        if self._drafter is not None:
+            return None
         ending = will_end(plan, self._max_model_len)
         with assume_computed(plan):
             ahead = self._planner.plan_ahead(ending)
@@ -271,30 +292,49 @@ class Engine:
         return ahead
 
     def _keep(self, plan: BatchPlan, drawn: list[DrawnToken]) -> list[_Gain]:
-        """Count the plan's tokens as computed and append what was drawn."""
+        """Count the plan's tokens as computed and append what was drawn and holds."""
         self._num_failures_in_a_row = 0
-        tokens, gains = iter(drawn), []
+        rest, gains = iter(drawn), []
         for chunk in plan.chunks:
-            token = next(tokens) if chunk.is_sampling else None
+            tokens = [next(rest) for _ in range(1 + len(chunk.draft))] if chunk.is_sampling else []
             if chunk.sequence.status is SequenceStatus.ENDED:
                 self._runner.forget(chunk.sequence)  # it may have been given a row again when its token was drawn
                 continue
             chunk.sequence.num_computed += chunk.length
-            if token is not None:
-                gains.append(self._append(chunk.sequence, token))
+            if tokens:
+                gains.append(self._append(chunk.sequence, self._verify(chunk, tokens)))
+        assert next(rest, None) is None, "more tokens drawn than the plan asks for"
         return gains
 
-    def _append(self, sequence: Sequence, token: DrawnToken) -> _Gain:
+    def _verify(self, chunk: PlannedChunk, tokens: list[DrawnToken]) -> list[DrawnToken]:
+        """The tokens drawn for `chunk` that hold: those that equal its draft, and one more."""
+        if self._drafter is None:
+            return tokens
+        token_ids = [token.token_id for token in tokens]
+        num_right = count_equal(chunk.draft, token_ids)
+        self._drafter.note(chunk, token_ids[: num_right + 1])
+        return tokens[: num_right + 1]
+
+    def _append(self, sequence: Sequence, tokens: list[DrawnToken]) -> _Gain:
+        """Let `sequence` gain `tokens`, at most until it ends; all but the last were computed in the step."""
         if sequence.num_output == 0:
             self._num_prompt_tokens += sequence.num_prompt_tokens
-        self._num_generation_tokens += 1
         if sequence.is_alone:
             self._unite(sequence.request_id)
-        sequence.token_ids.append(token.token_id)
-        finish = finish_reason(sequence, self._max_model_len)
+        finish, num_gained = "", 0
+        for token in tokens:
+            sequence.token_ids.append(token.token_id)
+            num_gained += 1
+            finish = finish_reason(sequence, self._max_model_len)
+            if finish:
+                break
+        sequence.num_computed += num_gained - 1
+        self._num_generation_tokens += num_gained
         if finish:
             self._remove(sequence)
-        return sequence, token, finish
+        elif self._drafter is not None:
+            self._planner.settle(sequence)
+        return sequence, tokens[:num_gained], finish
 
     def _unite(self, request_id: RequestId) -> None:
         """The request has gained a token: it may step with others again."""
@@ -331,8 +371,8 @@ class Engine:
 
 
 def _to_entries(gain: _Gain) -> NewEntries:
-    sequence, token, finish = gain
-    entries: tuple[LogEntry, ...] = (TokenEntry(sequence.choice, token.token_id, token.logprobs),)
+    sequence, tokens, finish = gain
+    entries: tuple[LogEntry, ...] = tuple(TokenEntry(sequence.choice, t.token_id, t.logprobs) for t in tokens)
     if finish:
         entries += (FinishEntry(sequence.choice, finish),)
     return NewEntries(sequence.request_id, sequence.attempt, sequence.choice, entries, finish)

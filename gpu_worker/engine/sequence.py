@@ -8,9 +8,13 @@ reaches the end of the known tokens, the step draws one more.
 from __future__ import annotations
 
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from shared.ids import RequestId
 from shared.messages import SamplingParams
+
+if TYPE_CHECKING:
+    from gpu_worker.engine.drafter import DraftState
 
 
 class SequenceStatus(Enum):
@@ -35,6 +39,7 @@ class Sequence:
         "attempt",
         "block_ids",
         "choice",
+        "draft_state",
         "is_alone",
         "num_computed",
         "num_prompt_tokens",
@@ -70,6 +75,7 @@ class Sequence:
         self.num_computed = 0
         self.block_ids: list[int] = []
         self.sampling_row: int | None = None
+        self.draft_state: DraftState | None = None
 
     @property
     def num_known(self) -> int:
@@ -80,6 +86,12 @@ class Sequence:
     def num_output(self) -> int:
         """Tokens drawn so far, by earlier attempts too."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens change its logits."""
+        sampling = self.sampling
+        return (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
     def num_uncomputed(self) -> int:

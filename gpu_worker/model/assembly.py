@@ -69,7 +69,8 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
         device=device.type,
         key_cost=_key_cost(checkpoint_config),
     )
-    cache, inputs = layout.allocate(size.num_blocks, device), StepInputs(_capacity(config, size.max_model_len), device)
+    capacity = _capacity(config, size.max_model_len)
+    cache, inputs = layout.allocate(size.num_blocks, device), StepInputs(capacity, device)
     return DecoderRunner(
         model,
         cache,
@@ -78,7 +79,7 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
             vocab_size=card.vocab_size,
             max_num_seqs=engine.max_num_seqs,
             device=device,
-            chooser=None if pool is None else Chooser(pool, engine.max_num_seqs),
+            chooser=None if pool is None else Chooser(pool, capacity.max_wanted),
         ),
         card=card,
         graphs=_capture(model, cache, inputs, size, engine) if isinstance(model, Llama) else None,
@@ -169,10 +170,12 @@ def _tokenizer_size(folder: Path) -> int | None:
 
 
 def _capacity(config: WorkerConfig, max_model_len: int) -> StepCapacity:
-    engine = config.engine
+    engine, speculation = config.engine, config.engine.speculation()
+    num_draws = 1 if speculation is None else 1 + speculation.num_tokens
     return StepCapacity(
         max_tokens=engine.max_num_batched_tokens,
         max_sequences=engine.max_num_seqs,
+        max_wanted=min(engine.max_num_seqs * num_draws, max(engine.max_num_seqs, engine.max_num_batched_tokens)),
         max_blocks=-(-max_model_len // engine.block_size),
         block_size=engine.block_size,
     )
@@ -211,14 +214,15 @@ def _profile(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.dev
         sampling=SamplingParams(seed=0, max_tokens=1),
     )
     sequence.block_ids = list(range(num_blocks))
-    inputs = StepInputs(_capacity(config, need.model_len), device)
+    capacity = _capacity(config, need.model_len)
+    inputs = StepInputs(capacity, device)
     inputs.fill(BatchPlan((PlannedChunk(sequence, 0, tokens, is_sampling=True),)))
     inputs.send()
     cache = need.layout.allocate(num_blocks, device)
     torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():
         hidden = model.forward(inputs, cache)
-        model.logits(hidden[-config.engine.max_num_seqs :])
+        model.logits(hidden[-capacity.max_wanted :])
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
     return peak - num_blocks * need.layout.block_bytes

@@ -52,7 +52,7 @@ class _Buffers:
         normed: normed hidden states. mixed, gated: results of attention and of the gate, [rows, width] in the cache's
             dtype. mixed_rows, gated_rows: the same as linears read them.
         qkv: [rows, queries, keys and values] float32.
-        wanted: normed rows whose logits are wanted. logits: [sequences, vocab] float32. best: [sequences] int64.
+        wanted: normed rows whose logits are wanted. logits: [wanted, vocab] float32. best: [wanted] int64.
     """
 
     hidden: Tensor
@@ -137,7 +137,7 @@ class CpuDecoder:
 
     def _make_buffers(self, inputs: StepInputs) -> _Buffers:
         config, capacity = self._config, inputs.capacity
-        rows, sequences = capacity.max_tokens, capacity.max_sequences
+        rows, wanted = capacity.max_tokens, capacity.max_wanted
         mixed = self._make_floats(rows, config.num_heads * config.head_size)
         gated = self._make_floats(rows, config.intermediate_size)
         return _Buffers(
@@ -148,9 +148,9 @@ class CpuDecoder:
             gated=gated,
             gated_rows=self._make_rows(rows, config.intermediate_size, gated),
             qkv=torch.empty((rows, self._shape.qkv_width)),
-            wanted=self._make_rows(sequences, config.hidden_size),
-            logits=torch.empty((sequences, config.vocab_size)),
-            best=torch.empty(sequences, dtype=torch.int64),
+            wanted=self._make_rows(wanted, config.hidden_size),
+            logits=torch.empty((wanted, config.vocab_size)),
+            best=torch.empty(wanted, dtype=torch.int64),
             attention=make_buffers(self._shape, rows, capacity.max_blocks * capacity.block_size),
         )
 

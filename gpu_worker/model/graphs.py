@@ -10,8 +10,8 @@ Design note. A graph is a list of kernel launches with fixed arguments. So that 
 * the logits lie in memory of the graph; the next replay overwrites them.
 
 All sizes are captured when the worker starts, largest first, into one memory pool: graphs never run at once, so that
-they share it. A step with a prompt chunk, or with more sequences than any size, runs as launches. `--enforce-eager`
-turns graphs off. Not run on a card yet: the tests replay by calling the recorded function again.
+they share it. A step with a prompt chunk or a draft, or with more sequences than any size, runs as launches.
+`--enforce-eager` turns graphs off. Not run on a card yet: the tests replay by calling the recorded function again.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class DecodeGraphs:
         """What makes a step that was captured of `plan`; None when no graph is for such a plan."""
         num_rows = len(plan.chunks)
         size = next((size for size in self._sizes if size >= num_rows), None)
-        if size is None or not all(chunk.length == 1 and chunk.is_sampling for chunk in plan.chunks):
+        if size is None or not all(chunk.num_rows == 1 and chunk.is_sampling for chunk in plan.chunks):
             return None
         if sum(chunk.start + 1 for chunk in plan.chunks) > self._max_total_context:
             return None

@@ -28,10 +28,11 @@ PADDING_SLOT = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCapacity:
-    """The largest step there can be."""
+    """The largest step there can be. `max_wanted`: rows whose logits are wanted."""
 
     max_tokens: int
     max_sequences: int
+    max_wanted: int
     max_blocks: int
     block_size: int
 
@@ -94,7 +95,8 @@ class StepInputs:
     Attributes after `fill`, with their contents on the device after `send`:
         token_ids, positions, slots: [rows] int64; slot −1: padding.
         batch: query starts, context lengths and block tables of the chunks.
-        capacity: as given. wanted_rows: [sampling chunks] int64, rows whose logits are wanted, in plan order.
+        capacity: as given. wanted_rows: [wanted] int64, rows whose logits are wanted, in plan order: of each sampling
+            chunk that of its last known token and those of its draft.
 
     With padding there are rows and sequences behind the plan's.
 
@@ -111,7 +113,7 @@ class StepInputs:
             ("token_ids", (tokens,), torch.int64),
             ("positions", (tokens,), torch.int64),
             ("slots", (tokens,), torch.int64),
-            ("wanted_rows", (sequences,), torch.int64),
+            ("wanted_rows", (capacity.max_wanted,), torch.int64),
             ("query_starts", (sequences + 1,), torch.int32),
             ("context_lens", (sequences,), torch.int32),
             ("block_tables", (sequences, capacity.max_blocks), torch.int32),
@@ -140,7 +142,7 @@ class StepInputs:
         if self._sent is not None:
             self._sent.synchronize()
         buffers, chunks, block_size, num_rows = self._buffers, plan.chunks, self.capacity.block_size, plan.num_tokens
-        context_lens = np.array([chunk.start + chunk.length for chunk in chunks], dtype=np.int64)
+        context_lens = np.array([chunk.start + chunk.num_rows for chunk in chunks], dtype=np.int64)
         if num_rows == len(chunks):  # all decode
             end_rows, owners, positions = (
                 self._row_numbers[1 : num_rows + 1],
@@ -148,19 +150,18 @@ class StepInputs:
                 context_lens - 1,
             )
         else:
-            lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
+            lengths = np.array([chunk.num_rows for chunk in chunks], dtype=np.int64)
             end_rows, owners = lengths.cumsum(), np.repeat(self._row_numbers[: len(chunks)], lengths)
             positions = self._row_numbers[:num_rows] + np.repeat(context_lens - end_rows, lengths)
         added = 0 if padding is None else padding.num_sequences - num_rows
         self._fill_tables(chunks)
         blocks, offsets = np.divmod(positions, block_size)
         slots = buffers["block_tables"].array[owners, blocks] * np.int64(block_size) + offsets
-        self.token_ids = buffers["token_ids"].put(_known_tokens(chunks), padding=added)
+        self.token_ids = buffers["token_ids"].put(_step_tokens(chunks), padding=added)
         self.positions = buffers["positions"].put(positions, padding=added)
         self.slots = buffers["slots"].put(slots, padding=added, filler=PADDING_SLOT)
         buffers["slots"].array[num_rows:] = PADDING_SLOT
-        wanted = [end for end, chunk in zip(end_rows.tolist(), chunks, strict=True) if chunk.is_sampling]
-        self.wanted_rows = buffers["wanted_rows"].put(np.array(wanted, dtype=np.int64) - 1)
+        self.wanted_rows = buffers["wanted_rows"].put(_wanted_rows(chunks, end_rows.tolist()))
         starts = buffers["query_starts"]
         starts.array[0] = 0
         starts.array[1 : len(chunks) + 1] = end_rows
@@ -180,7 +181,7 @@ class StepInputs:
         for chunk in plan.chunks:
             if chunk.length == 1:
                 token_ids[row] = chunk.sequence.token_ids[chunk.start]
-            row += chunk.length
+            row += chunk.num_rows
 
     def send(self) -> None:
         """Have the model read what was filled in."""
@@ -195,7 +196,7 @@ class StepInputs:
         block_size, written, tables = self.capacity.block_size, self._written, self._buffers["block_tables"]
         for row, chunk in enumerate(chunks):
             block_ids = chunk.sequence.block_ids
-            num_blocks = -(-(chunk.start + chunk.length) // block_size)
+            num_blocks = -(-(chunk.start + chunk.num_rows) // block_size)
             assert len(block_ids) >= num_blocks, "a chunk without blocks for its tokens"
             known, count = written[row]
             if known is not block_ids:
@@ -219,8 +220,18 @@ class StepInputs:
         )
 
 
-def _known_tokens(chunks: tuple[PlannedChunk, ...]) -> list[int]:
+def _step_tokens(chunks: tuple[PlannedChunk, ...]) -> list[int]:
     token_ids: list[int] = []
     for chunk in chunks:
         token_ids += chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length]
+        token_ids += chunk.draft
     return token_ids
+
+
+def _wanted_rows(chunks: tuple[PlannedChunk, ...], end_rows: list[int]) -> list[int]:
+    """The last known token's row of each sampling chunk, and those of its draft. `end_rows`: behind each chunk."""
+    wanted: list[int] = []
+    for end, chunk in zip(end_rows, chunks, strict=True):
+        if chunk.is_sampling:
+            wanted += range(end - len(chunk.draft) - 1, end)
+    return wanted

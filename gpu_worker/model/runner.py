@@ -127,9 +127,10 @@ class DecoderRunner:
             self._prepared = (plan, self._fill(self._spare, plan))
 
     def start(self, plan: BatchPlan) -> None:
-        """Begin to write KV for all tokens of `plan` and to draw one token for each sampling chunk."""
+        """Begin to write KV for all tokens of `plan` and to draw one token for each sampling chunk, and one more for
+        each token of its draft."""
         assert self._finish is None, "the step before was not finished"
-        sequences = [chunk.sequence for chunk in plan.chunks if chunk.is_sampling]
+        sequences, positions = _draws(plan)
         with torch.inference_mode():
             if not plan.chunks:
                 self._finish = list
@@ -137,7 +138,7 @@ class DecoderRunner:
                 self._finish = self._start_best(plan)
             else:
                 logits = self._start_logits(plan)
-                self._finish = lambda: self._draw(logits, sequences)
+                self._finish = lambda: self._draw(logits, sequences, positions)
 
     def finish(self) -> list[DrawnToken]:
         """The tokens of the step that was started, in plan order."""
@@ -152,7 +153,7 @@ class DecoderRunner:
         return self.finish()
 
     def compute_logits(self, plan: BatchPlan) -> torch.Tensor:
-        """Write KV for all tokens of `plan`; raw logits [sampling chunks, model's vocabulary] float32."""
+        """Write KV for all tokens of `plan`; raw logits [tokens to draw, model's vocabulary] float32."""
         with torch.inference_mode():
             return self._start_logits(plan)()
 
@@ -176,12 +177,14 @@ class DecoderRunner:
             wait = self._timed(self._model.start_best(self._inputs, self._cache, self.vocab_size))
         return lambda: list(map(DrawnToken, wait()))
 
-    def _draw(self, logits: Callable[[], torch.Tensor], sequences: list[Sequence]) -> list[DrawnToken]:
+    def _draw(
+        self, logits: Callable[[], torch.Tensor], sequences: list[Sequence], positions: list[int]
+    ) -> list[DrawnToken]:
         computed = logits()
         if not sequences and computed.is_cuda:  # what a step costs is learned from such steps, too
             torch.cuda.current_stream().synchronize()
         with self._times.part("sampling"):
-            return self._sampler.draw(computed, sequences)
+            return self._sampler.draw(computed, sequences, positions)
 
     def _timed(self, wait: Callable[[], _Result]) -> Callable[[], _Result]:
         def timed() -> _Result:
@@ -212,3 +215,15 @@ class DecoderRunner:
         """The sequence has left the batch: free its sampling row."""
         with torch.inference_mode():
             self._sampler.forget(sequence)
+
+
+def _draws(plan: BatchPlan) -> tuple[list[Sequence], list[int]]:
+    """For each token to draw: its sequence and its output position."""
+    sequences: list[Sequence] = []
+    positions: list[int] = []
+    for chunk in plan.chunks:
+        if chunk.is_sampling:
+            first, count = chunk.sequence.num_output, 1 + len(chunk.draft)
+            sequences += [chunk.sequence] * count
+            positions += range(first, first + count)
+    return sequences, positions

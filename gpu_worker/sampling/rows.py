@@ -32,7 +32,7 @@ class SamplingRows:
     @staticmethod
     def is_needed(sequence: Sequence) -> bool:
         """Whether `sequence` has a bias or penalties."""
-        return bool(sequence.sampling.logit_bias) or has_penalties(sequence)
+        return bool(sequence.sampling.logit_bias) or sequence.has_penalties
 
     def update(self, sequence: Sequence) -> int:
         """The row of `sequence`, taken if it has none, counting all tokens it knows."""
@@ -85,9 +85,3 @@ class SamplingRows:
         tables = tuple(torch.zeros(self._shape, dtype=dtype, device=self._device) for dtype in dtypes)
         self._tables = (tables[0], tables[1], tables[2])
         return self._tables
-
-
-def has_penalties(sequence: Sequence) -> bool:
-    """Whether earlier tokens change this sequence's logits."""
-    sampling = sequence.sampling
-    return (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0.0, 0.0, 1.0)

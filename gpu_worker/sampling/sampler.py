@@ -1,4 +1,4 @@
-"""From a step's logits to one token a sequence, in vLLM's order of processors.
+"""From a step's logits to tokens, one a row, in vLLM's order of processors.
 
 padded vocabulary cut off → bans (`min_tokens`) → logit bias → penalties → greedy: the largest, lowest id on a tie;
 else temperature → min_p → top_k → top_p → draw with the number of (seed, choice, output position). Logprobs are those
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpu_worker.engine.batch_plan import DrawnToken
 from gpu_worker.engine.sequence import Sequence
-from gpu_worker.sampling.rows import SamplingRows, has_penalties
+from gpu_worker.sampling.rows import SamplingRows
 from kernels import sampling as ops
 from kernels.cpu.choose import Chooser
 from shared.log import Logprobs
@@ -41,20 +41,23 @@ class Sampler:
         self._device = device
         self._rows = SamplingRows(max_num_seqs, vocab_size, device)
 
-    def draw(self, logits: Tensor, sequences: list[Sequence]) -> list[DrawnToken]:
-        """One token for each sequence.
+    def draw(self, logits: Tensor, sequences: list[Sequence], positions: list[int] | None = None) -> list[DrawnToken]:
+        """One token for each row.
 
         Args:
-            logits: [sequences, at least vocab_size] float32; overwritten.
+            logits: [rows, at least vocab_size] float32; overwritten.
+            sequences: of each row. One with penalties has one row only.
+            positions: output position of each row; default: the next one of its sequence.
         """
         if not sequences:
             return []
+        positions = [s.num_output for s in sequences] if positions is None else positions
         raw = self._raw_logprobs(logits, sequences)
         logits = logits[:, : self._vocab_size]
-        self._apply_bans(logits, sequences)
+        self._apply_bans(logits, sequences, positions)
         self._apply_memory(logits, sequences)
         choose = self._choose if self._chooser is None else partial(self._choose_by_kernel, self._chooser)
-        token_ids = choose(logits, sequences).tolist()
+        token_ids = choose(logits, sequences, positions).tolist()
         return [
             DrawnToken(token_id, None if row is None else _to_logprobs(row, token_id, sequence.sampling.num_logprobs))
             for token_id, row, sequence in zip(token_ids, raw, sequences, strict=True)
@@ -65,16 +68,16 @@ class Sampler:
         self._rows.release(sequence)
 
     def _raw_logprobs(self, logits: Tensor, sequences: list[Sequence]) -> list[Tensor | None]:
-        """Log-probabilities [vocab_size] of each sequence that wants some, of the whole model's distribution."""
+        """Log-probabilities [vocab_size] of each row that wants some, of the whole model's distribution."""
         return [
             None if s.sampling.num_logprobs is None else torch.log_softmax(logits[i], dim=-1)[: self._vocab_size]
             for i, s in enumerate(sequences)
         ]
 
-    def _apply_bans(self, logits: Tensor, sequences: list[Sequence]) -> None:
+    def _apply_bans(self, logits: Tensor, sequences: list[Sequence], positions: list[int]) -> None:
         """No end token before `min_tokens`, in place."""
-        for row, sequence in enumerate(sequences):
-            if sequence.num_output < sequence.sampling.min_tokens:
+        for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+            if position < sequence.sampling.min_tokens:
                 banned = [i for i in sequence.sampling.stop_token_ids if 0 <= i < self._vocab_size]
                 logits[row, torch.tensor(banned, dtype=torch.int64, device=self._device)] = -torch.inf
 
@@ -87,7 +90,7 @@ class Sampler:
         index = torch.tensor(needing, device=self._device)
         rows = torch.tensor([self._rows.update(s) for s in chosen], device=self._device)
         changed = logits[index] + self._rows.bias(rows)
-        if any(has_penalties(s) for s in chosen):
+        if any(s.has_penalties for s in chosen):
             ops.apply_penalties(
                 changed,
                 self._rows.in_prompt(rows),
@@ -98,7 +101,9 @@ class Sampler:
             )
         logits[index] = changed
 
-    def _choose_by_kernel(self, chooser: Chooser, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    def _choose_by_kernel(
+        self, chooser: Chooser, logits: Tensor, sequences: list[Sequence], positions: list[int]
+    ) -> Tensor:
         """The same as `_choose`, on the CPU kernels."""
         rules, count = chooser.rules, len(sequences)
         params = [s.sampling for s in sequences]
@@ -108,18 +113,20 @@ class Sampler:
         rules.top_k[:count] = torch.tensor([p.top_k for p in params])
         rules.seeds[:count] = torch.tensor([_to_int64(p.seed) for p in params])
         rules.choices[:count] = torch.tensor([s.choice for s in sequences])
-        rules.positions[:count] = torch.tensor([s.num_output for s in sequences])
+        rules.positions[:count] = torch.tensor(positions)
         return chooser.choose(logits)
 
-    def _choose(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    def _choose(self, logits: Tensor, sequences: list[Sequence], positions: list[int]) -> Tensor:
         token_ids = ops.greedy(logits)
         drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature >= GREEDY_TEMPERATURE]
         if drawn:
             index = torch.tensor(drawn, device=self._device)
-            token_ids[index] = self._choose_random(logits[index], [sequences[i] for i in drawn])
+            token_ids[index] = self._choose_random(
+                logits[index], [sequences[i] for i in drawn], [positions[i] for i in drawn]
+            )
         return token_ids
 
-    def _choose_random(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    def _choose_random(self, logits: Tensor, sequences: list[Sequence], positions: list[int]) -> Tensor:
         logits = logits / self._floats(sequences, lambda p: p.temperature)[:, None]
         filtered = [i for i, s in enumerate(sequences) if _has_filter(s.sampling)]
         if filtered:
@@ -135,7 +142,7 @@ class Sampler:
         numbers = ops.uniform(
             self._ints(sequences, lambda s: _to_int64(s.sampling.seed)),
             self._ints(sequences, lambda s: s.choice),
-            self._ints(sequences, lambda s: s.num_output),
+            torch.tensor(positions, dtype=torch.int64, device=self._device),
         )
         return ops.draw(logits, numbers)
 

@@ -26,6 +26,7 @@ class StepConfig:
     model: str = setting("tiny", f"folder of a checkpoint, or a random model: {', '.join(SHAPES)}", is_positional=True)
     batch: int = setting(8, "sequences in the batch", minimum=1, maximum=4096)
     context: int = setting(256, "tokens that each of them holds", minimum=1)
+    period: int = setting(0, "tokens after which a prompt repeats itself; 0: it does not", minimum=0)
     steps: int = setting(50, "steps to time", minimum=1)
     prefill: bool = setting(False, "time the steps that compute the prompts, not those that follow")
     profile: bool = setting(False, "print where the time goes")
@@ -65,7 +66,9 @@ def measure(settings: StepConfig) -> tuple[str, TimedSteps]:
     worker = stepping.worker_config(folder, settings.engine_flags, f"--max-num-seqs={max(settings.batch, 128)}")
     say(f"loading {folder}")
     runner = load_runner(worker)
-    num_tokens = settings.context + NUM_WARM_UP + settings.steps + 1
+    speculation = worker.engine.speculation()
+    most_drawn = 1 if speculation is None else 1 + speculation.num_tokens
+    num_tokens = settings.context + (NUM_WARM_UP + settings.steps) * most_drawn + 1
     if num_tokens > runner.max_model_len:
         raise ConfigError(f"--context={settings.context}: with all steps {num_tokens} tokens; this model takes "
                           f"{runner.max_model_len} here")  # fmt: skip
@@ -73,8 +76,8 @@ def measure(settings: StepConfig) -> tuple[str, TimedSteps]:
         raise ConfigError(f"--batch={settings.batch}: its KV does not fit; add --kv-cache-memory-bytes to "
                           "--engine-flags")  # fmt: skip
     bench = Bench(runner, max_model_len=runner.max_model_len, max_num_seqs=worker.engine.max_num_seqs,
-                  budget=worker.engine.max_num_batched_tokens)  # fmt: skip
-    prompts = stepping.random_prompts(settings.batch, settings.context, runner.vocab_size)
+                  budget=worker.engine.max_num_batched_tokens, speculation=speculation)  # fmt: skip
+    prompts = stepping.random_prompts(settings.batch, settings.context, runner.vocab_size, settings.period)
     sequences = [stepping.make_sequence(i, prompt, max_tokens=num_tokens) for i, prompt in enumerate(prompts)]
     bench.add(sequences)
     say(f"computing {settings.batch} prompts of {settings.context} tokens")
@@ -88,12 +91,16 @@ def measure(settings: StepConfig) -> tuple[str, TimedSteps]:
 
 def _format(title: str, times: TimedSteps, settings: StepConfig) -> str:
     wall_ms = [1000 * seconds for seconds in times.wall_s]
-    num_tokens = settings.batch * (settings.context if settings.prefill else len(wall_ms))
+    num_tokens = settings.batch * settings.context if settings.prefill else times.num_drawn
     lines = [
         f"{title}: {len(wall_ms)} steps",
         f"  median {1000 * times.median_s:.3f} ms a step (p90 {percentile(wall_ms, 90):.3f}), "
         f"{num_tokens / sum(times.wall_s):,.0f} tokens/s, processor time {1000 * times.median_cpu_s:.3f} ms a step",
     ]
+    if times.num_drafted:
+        share = times.num_accepted / times.num_drafted
+        lines.append(f"  drafts: {times.num_drafted} tokens, {100 * share:.0f} % of them right, "
+                     f"{times.num_drawn / settings.batch / len(wall_ms):.2f} tokens a step and sequence")  # fmt: skip
     return "\n".join([*lines, stepping.describe(times)] if settings.profile else lines)
 
 

@@ -18,6 +18,7 @@ from shared import flags
 from shared.config import WorkerConfig
 from shared.ids import RequestId
 from shared.messages import SamplingParams
+from shared.speculation import SpeculationConfig
 
 PARTS = ("plan", "inputs", "forward", "sampling", "rest of runner", "start", "keep", "view")
 """Of a step, in their order; what a runner names beside these comes last. A step that only takes the likeliest tokens
@@ -91,13 +92,17 @@ class TimedRunner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedSteps:
-    """Of some steps: the wall and the processor time (all threads) of each, and the mean seconds of each part. A view
-    is made after each step; it belongs to it, since the model may compute the next one beside it."""
+    """Of some steps: the wall and the processor time (all threads) of each, the mean seconds of each part, and how many
+    tokens were drawn, drafted and found right in all of them. A view is made after each step; it belongs to it, since
+    the model may compute the next one beside it."""
 
     wall_s: tuple[float, ...]
     cpu_s: tuple[float, ...]
     view_s: tuple[float, ...]
     parts_s: dict[str, float]
+    num_drawn: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     @property
     def median_s(self) -> float:
@@ -117,12 +122,20 @@ class Bench:
 
     Args:
         budget: most tokens in a step.
+        speculation: how drafts are made; None: there are none.
     """
 
-    def __init__(self, runner: ModelRunner, *, max_model_len: int, max_num_seqs: int, budget: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, *, max_model_len: int, max_num_seqs: int, budget: int,
+        speculation: SpeculationConfig | None = None,
+    ) -> None:  # fmt: skip
         self._runner = TimedRunner(runner)
         self.engine = Engine(
-            self._runner, max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+            self._runner,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            speculation=speculation,
         )
 
     def add(self, sequences: Iterable[EngineSequence]) -> None:
@@ -132,19 +145,19 @@ class Bench:
 
     def step_until_drawn(self, sequences: Sequence[EngineSequence]) -> TimedSteps:
         """Compute all prompts: until each of `sequences` has its first token."""
-        times = _Recorder(self._runner)
+        times = _Recorder(self._runner, self.engine)
         while any(sequence.num_output == 0 for sequence in sequences):
-            times.step(self.engine, _never)
+            times.step(_never)
         return times.result()
 
     def step(self, count: int, *, before_each: Callable[[], None] | None = None) -> TimedSteps:
         """`count` steps, one begun while the one before is kept. `before_each` is not timed; with it, each step begins
         after it."""
-        times = _Recorder(self._runner)
+        times = _Recorder(self._runner, self.engine)
         for left in range(count - 1, -1, -1):
             if before_each is not None:
                 before_each()
-            times.step(self.engine, _never if before_each is not None or left == 0 else _always)
+            times.step(_never if before_each is not None or left == 0 else _always)
         return times.result()
 
 
@@ -157,20 +170,22 @@ def _never() -> bool:
 
 
 class _Recorder:
-    def __init__(self, runner: TimedRunner) -> None:
+    def __init__(self, runner: TimedRunner, engine: Engine) -> None:
         self._runner = runner
+        self._engine = engine
+        self._first = self._last = engine.view()
         self._wall_s: list[float] = []
         self._cpu_s: list[float] = []
         self._view_s: list[float] = []
         self._parts = dict.fromkeys(("plan", "rest of runner", "keep"), 0.0)
         self._before = runner.profile()
 
-    def step(self, engine: Engine, goes_on: Callable[[], bool]) -> None:
+    def step(self, goes_on: Callable[[], bool]) -> None:
         runner = self._runner
         cpu_s, began_at, inside_s = time.process_time(), time.perf_counter(), runner.inside_s
-        engine.step(goes_on)
+        self._engine.step(goes_on)
         viewed_at = time.perf_counter()
-        engine.view()
+        self._last = self._engine.view()
         ended_at = time.perf_counter()
         self._cpu_s.append(time.process_time() - cpu_s)
         self._view_s.append(ended_at - viewed_at)
@@ -187,8 +202,15 @@ class _Recorder:
                 parts["rest of runner"] -= parts[name]
         count = max(1, len(self._wall_s))
         means = {name: seconds / count for name, seconds in parts.items()}
+        first, last = self._first, self._last
         return TimedSteps(
-            wall_s=tuple(self._wall_s), cpu_s=tuple(self._cpu_s), view_s=tuple(self._view_s), parts_s=means
+            wall_s=tuple(self._wall_s),
+            cpu_s=tuple(self._cpu_s),
+            view_s=tuple(self._view_s),
+            parts_s=means,
+            num_drawn=last.num_generation_tokens - first.num_generation_tokens,
+            num_drafted=last.num_draft_tokens - first.num_draft_tokens,
+            num_accepted=last.num_accepted_tokens - first.num_accepted_tokens,
         )
 
 
@@ -205,10 +227,12 @@ def make_sequence(rank: int, prompt: list[int], *, max_tokens: int) -> EngineSeq
     )
 
 
-def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Prompts of `length` token ids, the same in every run."""
+def random_prompts(count: int, length: int, vocab_size: int, period: int = 0) -> list[list[int]]:
+    """Prompts of `length` token ids, the same in every run; with a period they repeat after that many."""
     draw = random.Random(length)
-    return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+    own = min(period, length) or length
+    prompts = [[draw.randrange(vocab_size) for _ in range(own)] for _ in range(count)]
+    return [(prompt * -(-length // own))[:length] for prompt in prompts]
 
 
 def worker_config(model: Path, engine_flags: str, *more: str) -> WorkerConfig:

@@ -9,11 +9,20 @@ import pytest
 
 from kernels.cpu.build import CpuKernelsUnavailable, check_machine
 from tests.e2e.cell import Cell
-from tests.faults.checker import check_at_rest, check_stream
+from tests.faults.checker import check_at_rest, check_stream, read_metrics
 from tests.faults.kinds import KINDS
 from tests.faults.streams import follow_all
 
 LEASE_S = 1.5
+SPECULATION = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
+FEW_WORDS = {"logit_bias": {"100": 100, "110": 100, "120": 100}}
+REPEATING = {
+    "few-words": KINDS["greedy"] | FEW_WORDS,
+    "few-words-seeded": KINDS["seeded"] | FEW_WORDS | {"temperature": 0.5},
+    "few-words-n-2": KINDS["n-2"] | FEW_WORDS | {"temperature": 0.3, "logprobs": 1},
+    "few-words-stop": KINDS["stop-string"] | FEW_WORDS | {"max_tokens": 60, "stop": None, "stop_token_ids": [120],
+                                                          "min_tokens": 25},
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -48,4 +57,35 @@ async def test_tokens_survive_a_worker_in_other_precisions(
     for kind, record in records.items():
         assert record.ending == "done", (kind, record.error)
         check_stream(record, expected[kind])
+    await check_at_rest(cell.redis_url, cell.url)
+
+
+@pytest.mark.parametrize("flags", [("--dtype=bfloat16", "--cpu-kernels=on"), ("--dtype=float32", "--cpu-kernels=off")])
+async def test_tokens_survive_a_worker_that_speculates(
+    start_cell: Callable[..., Cell], tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """Streams of which some repeat themselves should give what they give without speculation, in blocks too few for all
+    at once and with their worker killed after it has written several tokens at a time."""
+    kinds = KINDS | REPEATING
+    quiet = start_cell(*flags, "--max-num-seqs=1")
+    expected = await follow_all(quiet.url, kinds, timeout_s=120)
+    quiet.stop()
+    cell = start_cell(
+        *flags,
+        f"--speculative-config={SPECULATION}",
+        "--workers=2",
+        f"--worker-lease-s={LEASE_S}",
+        "--max-model-len=512",
+        "--kv-cache-memory-bytes=280000",
+        "--admission-headroom=0",
+        f"--failpoints=worker.before_commit=kill@20#{tmp_path}/latch",
+    )
+    records = await follow_all(cell.url, kinds, timeout_s=120)
+    assert (tmp_path / "latch").exists(), "no worker was killed"
+    for kind, record in records.items():
+        assert record.ending == "done", (kind, record.error)
+        check_stream(record, expected[kind])
+    metrics = await read_metrics(cell.url)
+    accepted = metrics["vllm:spec_decode_num_accepted_tokens_total"]
+    assert 20 < accepted < metrics["vllm:spec_decode_num_draft_tokens_total"]
     await check_at_rest(cell.redis_url, cell.url)

@@ -8,9 +8,11 @@ from collections.abc import Callable
 
 from gpu_worker.engine.engine import Engine, StepOutput
 from gpu_worker.engine.sequence import Sequence
+from shared.clock import Clock
 from shared.ids import RequestId
 from shared.log import FinishEntry, TokenEntry
 from shared.messages import SamplingParams
+from shared.speculation import SpeculationConfig
 from tests.scripted_runner import VOCAB_SIZE, ScriptedRunner, solo_output
 
 MAX_MODEL_LEN = 256
@@ -39,9 +41,17 @@ def make_random_sequence(rng: random.Random, number: int, *, max_tokens: int = 4
     )  # fmt: skip
 
 
-def make_engine(runner: ScriptedRunner, *, max_num_seqs: int = 64, max_num_batched_tokens: int = 64) -> Engine:
+def make_engine(
+    runner: ScriptedRunner, *, max_num_seqs: int = 64, max_num_batched_tokens: int = 64,
+    speculation: SpeculationConfig | None = None, clock: Clock | None = None,
+) -> Engine:  # fmt: skip
     return Engine(
-        runner, max_model_len=MAX_MODEL_LEN, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        runner,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        speculation=speculation,
+        clock=clock,
     )
 
 
@@ -85,7 +95,8 @@ class Driver:
         """Each of these ended, with the tokens and reason of a run that nothing disturbed."""
         for s in sequences:
             key = (s.request_id, s.choice)
-            expected = solo_output(s.token_ids[: s.num_prompt_tokens], s.choice, s.sampling, MAX_MODEL_LEN)
+            prompt = s.token_ids[: s.num_prompt_tokens]
+            expected = solo_output(prompt, s.choice, s.sampling, MAX_MODEL_LEN, self.runner.draw)
             assert (self.tokens[key], self.finish.get(key)) == expected, key
 
     def _take(self, request_id: str, choice: int, entries: tuple[object, ...], finish: str) -> None:

@@ -12,7 +12,7 @@ from tests.gpu_worker.model.plans import make_sequence
 
 
 def make_inputs() -> StepInputs:
-    capacity = StepCapacity(max_tokens=16, max_sequences=3, max_blocks=4, block_size=4)
+    capacity = StepCapacity(max_tokens=16, max_sequences=3, max_wanted=6, max_blocks=4, block_size=4)
     return StepInputs(capacity, torch.device("cpu"))
 
 
@@ -28,6 +28,21 @@ def test_rows_follow_the_plan() -> None:
     assert inputs.wanted_rows.tolist() == [6]
     assert inputs.batch.chunks() == [(0, 6, 9), (6, 1, 3)]
     assert inputs.batch.block_tables[0, :3].tolist() == [7, 2, 9]
+
+
+def test_a_draft_follows_its_sequence() -> None:
+    """Tokens of a draft should lie behind the known ones, with positions and slots of their own, and all their rows
+    should be wanted, too."""
+    inputs = make_inputs()
+    first = make_sequence(list(range(100, 107)), block_ids=[7, 2, 9])
+    second = make_sequence([1, 2, 3], block_ids=[5])
+    draft = PlannedChunk(first, 6, 1, is_sampling=True, draft=(50, 51))
+    inputs.fill(BatchPlan((draft, PlannedChunk(second, 0, 3, is_sampling=True))))
+    assert inputs.token_ids.tolist() == [106, 50, 51, 1, 2, 3]
+    assert inputs.positions.tolist() == [6, 7, 8, 0, 1, 2]
+    assert inputs.slots.tolist() == [10, 11, 36, 20, 21, 22]
+    assert inputs.wanted_rows.tolist() == [0, 1, 2, 5]
+    assert inputs.batch.chunks() == [(0, 3, 9), (3, 3, 3)]
 
 
 def test_rows_past_the_plan_are_padding() -> None:

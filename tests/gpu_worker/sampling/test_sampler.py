@@ -241,3 +241,20 @@ def test_greedy_is_untouched_by_its_neighbours() -> None:
     alone = make_sequence([1], logit_bias=((best, -100.0),), num_logprobs=2)
     assert drawn[0] == draw_one(make_sampler(), logits[:1], alone)
     assert all(d.logprobs is not None and math.isfinite(d.logprobs.chosen) for d in drawn)
+
+
+def test_several_rows_of_a_sequence_are_drawn_by_their_positions() -> None:
+    """Rows of one sequence should give what they give when the sequence has come that far: random numbers, bans and
+    bias are those of the row's position."""
+    sampling: dict[str, Any] = {
+        "temperature": 1.0, "seed": 5, "min_tokens": 4, "stop_token_ids": tuple(range(40)), "logit_bias": ((45, 2.0),),
+        "num_logprobs": 1,
+    }  # fmt: skip
+    logits = make_logits(6)
+    sequence = make_sequence([1, 2], [3], **sampling)
+    rows = make_sampler().draw(logits.clone(), [sequence] * 6, list(range(1, 7)))
+    for i in range(6):
+        later = make_sequence([1, 2], [3] * (1 + i), **sampling)
+        assert rows[i] == draw_one(make_sampler(), logits[i : i + 1], later)
+    assert all(row.token_id >= 40 for row in rows[:3])
+    assert any(row.token_id < 40 for row in rows[3:])
