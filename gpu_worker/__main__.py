@@ -62,7 +62,7 @@ async def _run(config: WorkerConfig) -> None:
         model = await _load_model(bus, config, place)
         stop = asyncio.Event()
         process.install_stop_signals(stop)
-        process.spare_garbage_collector()
+        process.settle_memory()
         await WorkerService(bus, config, model, place, metrics.take).run(stop)
     finally:
         await bus.close()
