@@ -12,7 +12,7 @@ from shared import failpoints, logs
 from shared.bus import BusLimits
 from shared.config import GatewayConfig, load
 from shared.errors import ConfigError
-from shared.process import die_with_parent, install_stop_signals, spare_garbage_collector
+from shared.process import die_with_parent, install_stop_signals, settle_memory
 
 
 def main() -> int:
@@ -47,7 +47,7 @@ async def _serve(config: GatewayConfig) -> None:
         except OSError as error:
             reason = error.strerror or error
             raise ConfigError(f"--host={config.http.host} --port={config.http.port}: {reason}") from None
-        spare_garbage_collector()
+        settle_memory()
         await stop.wait()
         await app.drain()
     finally:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 from tokenizers import Tokenizer
 
@@ -29,6 +30,7 @@ class ModelFolder:
         decoder_spec: the `decoder` of tokenizer.json, None if it has none.
         vocab_size: rows of the model's embedding; prompt ids are below it.
         max_token_id: highest id that the tokenizer knows.
+        max_token_bytes: length of its longest token.
         eos_ids: tokens that end an answer.
         chat_template: Jinja source, None if the model has none.
         template_tokens: `bos_token` and the like, for the template.
@@ -41,6 +43,7 @@ class ModelFolder:
     decoder_spec: dict[str, Any] | None
     vocab_size: int
     max_token_id: int
+    max_token_bytes: int
     eos_ids: tuple[int, ...]
     chat_template: str | None
     template_tokens: dict[str, str]
@@ -55,21 +58,21 @@ def load_model_folder(path: Path) -> ModelFolder:
     """
     if not (path / "tokenizer.json").is_file() or not (path / "config.json").is_file():
         raise ConfigError(f"--model {path}: not a model folder (it needs config.json and tokenizer.json)")
-    raw_tokenizer = _read_json(path / "tokenizer.json", required=True)
-    tokenizer, inert = _load_tokenizer(path), _load_tokenizer(path)
-    inert.encode_special_tokens = True
+    tokenizer = _load_tokenizer(path / "tokenizer.json")
     config = _read_json(path / "config.json", required=True)
     text_config = config.get("text_config") or config
     tokenizer_config = _read_json(path / "tokenizer_config.json")
-    max_token_id = max(tokenizer.get_vocab(with_added_tokens=True).values())
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    max_token_id = max(vocab.values())
     template_tokens = _template_tokens(tokenizer_config)
     return ModelFolder(
         name=path.resolve().name,
         tokenizer=tokenizer,
-        inert_tokenizer=inert,
-        decoder_spec=raw_tokenizer.get("decoder"),
+        inert_tokenizer=_make_inert(tokenizer),
+        decoder_spec=_read_decoder(path / "tokenizer.json"),
         vocab_size=int(text_config.get("vocab_size") or max_token_id + 1),
         max_token_id=max_token_id,
+        max_token_bytes=max(len(token.encode()) for token in vocab),
         eos_ids=_eos_ids(path, text_config, tokenizer, template_tokens),
         chat_template=_chat_template(path, tokenizer_config),
         template_tokens=template_tokens,
@@ -77,8 +80,7 @@ def load_model_folder(path: Path) -> ModelFolder:
     )
 
 
-def _load_tokenizer(path: Path) -> Tokenizer:
-    file = path / "tokenizer.json"
+def _load_tokenizer(file: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the only class that tokenizers raises
@@ -86,6 +88,28 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
+
+
+def _make_inert(tokenizer: Tokenizer) -> Tokenizer:
+    """The same, but control tokens are plain text to it. Both share the model: vocabulary and merges, which are all but
+    some kilobytes of a tokenizer."""
+    inert = Tokenizer(tokenizer.model)
+    inert.normalizer, inert.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+    inert.post_processor, inert.decoder = tokenizer.post_processor, tokenizer.decoder
+    added = tokenizer.get_added_tokens_decoder()
+    inert.add_tokens([added[token_id] for token_id in sorted(added)])
+    assert inert.get_added_tokens_decoder() == added
+    inert.encode_special_tokens = True
+    return inert
+
+
+class _TokenizerFile(msgspec.Struct):
+    decoder: dict[str, Any] | None = None
+
+
+def _read_decoder(file: Path) -> dict[str, Any] | None:
+    """The rest of the file, megabytes of it, is passed over."""
+    return msgspec.json.decode(file.read_bytes(), type=_TokenizerFile).decoder
 
 
 def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:

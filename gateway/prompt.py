@@ -86,8 +86,7 @@ class PromptEncoder:
         controls = [token.content for token in added.values() if token.special]
         source = folder.chat_template
         self._template = None if source is None else ChatTemplate(source, folder.template_tokens, controls)
-        vocab = folder.tokenizer.get_vocab(with_added_tokens=True)
-        self._max_token_bytes = max(len(token.encode()) for token in vocab)
+        self._max_token_bytes = folder.max_token_bytes
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Ids of a completion prompt.

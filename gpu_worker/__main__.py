@@ -62,7 +62,7 @@ async def _run(config: WorkerConfig) -> None:
         model = await _load_model(bus, config, place)
         stop = asyncio.Event()
         process.install_stop_signals(stop)
-        process.spare_garbage_collector()
+        process.settle_memory()
         await WorkerService(bus, config, model, place, metrics.take).run(stop)
     finally:
         await bus.close()
@@ -72,6 +72,7 @@ async def _run(config: WorkerConfig) -> None:
 
 async def _load_model(bus: Bus, config: WorkerConfig, place: Place) -> LoadedModel:
     """The model, loaded in this very thread (the current CUDA device is a thread's); a failure frees the claim."""
+    process.pause_garbage_collector()
     from gpu_worker.model.assembly import load_runner
 
     _log.info("model.loading", model=config.model.model)

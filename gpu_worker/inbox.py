@@ -1,7 +1,7 @@
 """Commands of the scheduler: run, preempt, abort.
 
-An entry is deleted after its effect, and every command may come twice: what is held already is a no-op, and what the
-record does not confirm (ended, another owner, another attempt) is skipped.
+An entry is deleted after its effect (with the next report), and every command may come twice: what is held already is
+a no-op, and what the record does not confirm (ended, another owner, another attempt) is skipped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class Inbox:
         self._incarnation = incarnation
         self._evictions_at = evictions_at
         self._after = EntryId("0-0")
-        self._unacked: list[EntryId] = []
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -51,17 +50,14 @@ class Inbox:
                 await asyncio.sleep(RETRY_S)
 
     async def _read(self) -> None:
-        """Wait for entries, apply and delete them; a lost connection leaves them for the next time."""
+        """Wait for entries and apply them; a lost connection leaves them for the next time."""
         mine = self._incarnation
         entries = await mine.bus.read_inbox(mine.worker_id, self._after, READ_COUNT, BLOCK_MS)
         for entry_id, message in entries:
             await self._apply(message)
             self._after = entry_id
-            self._unacked.append(entry_id)
+            mine.applied.append(entry_id)
             mine.thread.submit(Applied(entry_id))
-        if self._unacked:
-            await mine.bus.ack_inbox(mine.worker_id, self._unacked)
-            self._unacked.clear()
 
     async def _apply(self, message: InboxMessage) -> None:
         match message:

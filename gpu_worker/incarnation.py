@@ -17,6 +17,10 @@ from shared.failpoints import failpoint
 from shared.ids import EntryId, RequestId, WorkerId
 from shared.logs import get_log
 
+REPORT_DELAY_S = 0.005
+"""How much later a report tells of what was taken, so that it is not written to disk before a first token that comes
+at once. What left is reported when its end is committed."""
+
 _log = get_log("worker")
 
 
@@ -24,21 +28,23 @@ class Incarnation:
     """Shared by inbox, outbox, heart and reporter; lives on the event loop.
 
     `outbox_due` and `report_due` wake those loops; `emptied` is set while nothing is held; `broken` gets the error that
-    ended the engine.
+    ended the engine. `applied` are entries of the inbox that have had their effect; the next report deletes them.
     """
 
     def __init__(
         self, worker_id: WorkerId, bus: Bus, engine: Engine, *, prepare_thread: Callable[[], None] | None = None
     ) -> None:
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self.worker_id = worker_id
         self.bus = bus
         self.ledger = Ledger()
         self.view: EngineView = engine.view()
         self.inbox_id = EntryId("0-0")
+        self.applied: list[EntryId] = []
         self.is_draining = False
         self.outbox_due = asyncio.Event()
         self.report_due = asyncio.Event()
+        self._report_timer: asyncio.TimerHandle | None = None
         self.emptied = asyncio.Event()
         self.emptied.set()
         self.broken: asyncio.Future[None] = loop.create_future()
@@ -61,7 +67,7 @@ class Incarnation:
         _log.info("request.taken", request_id=held.request_id, attempt=held.attempt, choices=len(held.choices))
         self.ledger.hold(held)
         self.emptied.clear()
-        self.report_due.set()
+        self._report_soon()
         if held.is_suspect or held.exit is not None:
             self.outbox_due.set()
         else:
@@ -99,7 +105,15 @@ class Incarnation:
         if (before.num_running, before.num_waiting, before.num_held) != (
             round_.view.num_running, round_.view.num_waiting, round_.view.num_held,
         ):  # fmt: skip
-            self.report_due.set()
+            self._report_soon()
+
+    def _report_soon(self) -> None:
+        if self._report_timer is None:
+            self._report_timer = self._loop.call_later(REPORT_DELAY_S, self._have_report)
+
+    def _have_report(self) -> None:
+        self._report_timer = None
+        self.report_due.set()
 
     def _on_broken(self, error: Exception) -> None:
         if not self.broken.done():

@@ -94,8 +94,10 @@ class Reporter:
         return self._num_evictions if seq >= self._evictions_known_since else None
 
     async def _send(self) -> None:
-        report = self._make()
-        await self._incarnation.bus.report(report)
+        mine, report = self._incarnation, self._make()
+        applied = tuple(mine.applied)
+        await asyncio.gather(mine.bus.report(report), mine.bus.ack_inbox(mine.worker_id, applied))  # in one write
+        del mine.applied[: len(applied)]
         self._on_report(report)
 
     def _make(self) -> WorkerReport:

@@ -43,7 +43,7 @@ async def _serve(config: SchedulerConfig) -> None:
     port = config.process.metrics_port
     server = None if port is None else serve_metrics(metrics.registry, host=config.process.metrics_host, port=port)
     bus = open_bus(config.process.redis_url)
-    process.spare_garbage_collector()
+    process.settle_memory()
     try:
         await SchedulerService(bus, config, MonotonicClock(), metrics).run(stop)
     finally:

@@ -131,6 +131,7 @@ class _Term:
         self._next_watch = 0.0
         self._next_scan = 0.0
         self._to_scan: list[RequestId] = []
+        self._to_ack: list[EntryId] = []
         self.is_rebuilt = False
 
     async def lead(self) -> None:
@@ -192,12 +193,14 @@ class _Term:
                     await self._handle_report(message)
 
     async def _handle_wake_ups(self, entries: list[tuple[EntryId, SubmitRequest]]) -> None:
+        """Look at what was submitted. The entries are deleted by and by: right away, that write would lie between a
+        request and its first token."""
         if not entries:
             return
         failpoint("scheduler.after_read")
         await self._look([summary.request_id for _, summary in entries])
         failpoint("scheduler.before_ack")
-        await self._bus.ack_submits([entry_id for entry_id, _ in entries])
+        self._to_ack += [entry_id for entry_id, _ in entries]
 
     async def _handle_report(self, message: ReportMessage) -> None:
         if isinstance(message, RequestEnded):
@@ -210,10 +213,16 @@ class _Term:
     async def _run_timers(self) -> None:
         now = self._clock.now()
         if now >= self._next_watch:
+            await self._ack()
             await self._watch()
         if now >= self._next_scan:
             await self._scan()
             self._next_scan = now + SCAN_S
+
+    async def _ack(self) -> None:
+        """Delete wake-ups that were looked at."""
+        await self._bus.ack_submits(self._to_ack)
+        self._to_ack.clear()
 
     async def _watch(self) -> None:
         """Leases and deadlines."""

@@ -33,11 +33,21 @@ def leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def spare_garbage_collector() -> None:
-    """Have the garbage collector pass over everything there is now. For the end of a service's start: its modules and
-    tables live as long as it does, and looking through them again and again stops every stream for milliseconds."""
+def pause_garbage_collector() -> None:
+    """Until `settle_memory`. Nearly all that a start makes stays: importing torch took 1.4 s instead of 1.6 s."""
+    gc.disable()
+
+
+def settle_memory() -> None:
+    """For the end of a service's start. What the start has used and freed goes back to the machine (tens of MB where a
+    tokenizer or a model was loaded). The garbage collector passes over everything there is now: modules and tables live
+    as long as the service does, and looking through them again and again stops every stream for milliseconds."""
+    gc.enable()
     gc.collect()
     gc.freeze()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)
 
 
 def install_stop_signals(stop: asyncio.Event) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 
 import msgpack
 
@@ -244,7 +245,7 @@ class RedisBus:
             if kind != "hello":
                 continue
             try:
-                pulses.append(_to_pulse(wire.decode(data, WorkerHello), worker, fields))
+                pulses.append(_to_pulse(_decode_hello(data), worker, fields))
             except WireError as error:
                 await self.bury(keys.WORKERS, data, str(error))
                 await self._link.call("HDEL", keys.WORKERS, name)
@@ -284,6 +285,12 @@ class RedisBus:
             is_high = most > 0 and used > self._limits.max_memory_fraction * most
             self._memory_high = f"memory of Redis: {used} of {most} bytes used" if is_high else ""
         return self._memory_high
+
+
+@lru_cache(maxsize=1024)
+def _decode_hello(data: bytes) -> WorkerHello:
+    """Everybody looks at the workers several times a second, and what one says of itself stays the same."""
+    return wire.decode(data, WorkerHello)
 
 
 def _to_pulse(hello: WorkerHello, worker: str, fields: dict[str, bytes]) -> WorkerPulse:

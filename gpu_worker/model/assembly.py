@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from gpu_worker.engine.batch_plan import BatchPlan, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
@@ -21,6 +20,7 @@ from gpu_worker.model.loader import Checkpoint, fingerprint
 from gpu_worker.model.quantization import QUANTIZATIONS
 from gpu_worker.model.qwen2 import load_qwen2
 from gpu_worker.model.runner import Decoder, DecoderRunner, ModelCard
+from gpu_worker.model.vocabulary import tokenizer_size
 from gpu_worker.model.weights import ignored_weights
 from gpu_worker.sampling.sampler import Sampler
 from kernels.cpu.choose import Chooser
@@ -63,7 +63,7 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
     size = _size_kv(need, config, model, device)
     card = ModelCard(
         fingerprint=fingerprint(folder, _arithmetic(config, dtype_name, pool)),
-        vocab_size=min(checkpoint_config.vocab_size, _tokenizer_size(folder) or checkpoint_config.vocab_size),
+        vocab_size=min(checkpoint_config.vocab_size, tokenizer_size(folder) or checkpoint_config.vocab_size),
         max_model_len=size.max_model_len,
         dtype=dtype_name,
         device=device.type,
@@ -161,12 +161,6 @@ def _key_cost(config: CheckpointConfig) -> float:
     q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     attention = config.hidden_size * (2 * q_size + 2 * kv_size)
     return 2 * q_size / (attention + 3 * config.hidden_size * config.intermediate_size)
-
-
-def _tokenizer_size(folder: Path) -> int | None:
-    """Ids up to the largest that has a token; None without a tokenizer.json."""
-    path = folder / "tokenizer.json"
-    return max(Tokenizer.from_file(str(path)).get_vocab().values()) + 1 if path.is_file() else None
 
 
 def _capacity(config: WorkerConfig, max_model_len: int) -> StepCapacity:

@@ -8,7 +8,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from gateway.detokenize import TokenText
 from gateway.fold import ChoiceEnd, Done, Event, EventId, ResponseFold, TextEvent, Usage
@@ -98,11 +98,29 @@ def test_other_decoders_use_a_window(tmp_path: Path) -> None:
     assert pieces[0] == "the"
 
 
+def test_the_inert_tokenizer_is_the_tokenizer_but_for_control_tokens(tmp_path: Path) -> None:
+    """It should give the ids that the library gives with the file's tokenizer told to take no control tokens."""
+    made = make_tokenizer()
+    made.normalizer = normalizers.Lowercase()
+    made.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, END_ID)])
+    made.add_tokens([AddedToken("Cats", normalized=True), AddedToken("[x]", normalized=False, lstrip=True)])
+    path = make_model_folder(tmp_path / "tiny")
+    made.save(str(path / "tokenizer.json"))
+    expected = Tokenizer.from_file(str(path / "tokenizer.json"))
+    expected.encode_special_tokens = True
+    folder = load_model_folder(path)
+    for text in (f"The CATS {END} [x]", f"a [x]b{END}", EMOJI):
+        for adds in (True, False):
+            actual = folder.inert_tokenizer.encode(text, add_special_tokens=adds)
+            assert expected.encode(text, add_special_tokens=adds).ids == actual.ids
+    assert folder.tokenizer.encode(END).ids == [END_ID, END_ID]
+
+
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
         ("tokenizer.json", "{}", "is not a tokenizer"),
-        ("tokenizer.json", "{", "is not JSON"),
+        ("tokenizer.json", "{", "is not a tokenizer"),
         ("config.json", "{", "is not JSON"),
         ("config.json", "[]", "must hold a JSON object"),
     ],
