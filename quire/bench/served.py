@@ -108,7 +108,7 @@ class ServedModel:
     def _end(self) -> None:
         if self._process.poll() is not None:
             return
-        self._process.send_signal(signal.SIGINT)
+        self._process.send_signal(signal.SIGTERM)  # not SIGINT: while it starts up it may ignore that, as we may
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
