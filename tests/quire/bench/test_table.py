@@ -103,6 +103,36 @@ def test_stopping_leaves_no_process(cache_dir: str, tmp_path: Path, moment: Mome
         assert list(temporary.iterdir()) == []
 
 
+def test_a_launcher_that_has_just_begun_dies_too(cache_dir: str) -> None:
+    """kill -9 in the very moment in which the launcher is there should end it, before it could ask for that itself."""
+    script = (
+        "import os, pathlib, psutil, signal, sys, threading\n"
+        "from quire.bench.served import ServedModel\n"
+        "def die_with_a_child():\n"
+        "    while not (children := psutil.Process().children()): pass\n"
+        "    print(children[0].pid, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "threading.Thread(target=die_with_a_child).start()\n"
+        "with ServedModel(pathlib.Path(sys.argv[1]), (f'--data-dir={sys.argv[2]}',)): pass\n"
+    )
+    command = [sys.executable, "-c", script, str(Path(cache_dir, "bench", "test"))]
+    with tempfile.TemporaryDirectory(prefix="qt-") as temporary:
+        ended = subprocess.run(
+            [*command, f"{temporary}/data"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"TMPDIR": temporary},
+            check=False,
+        )
+        assert ended.returncode == -signal.SIGKILL
+        launcher = int(ended.stdout)
+        try:
+            wait_until(lambda: not psutil.pid_exists(launcher), description="the launcher's end", timeout_s=10)
+        finally:
+            if psutil.pid_exists(launcher):
+                os.kill(launcher, signal.SIGTERM)
+
+
 @pytest.mark.slow
 def test_a_killed_measurement_leaves_no_process(cache_dir: str, tmp_path: Path) -> None:
     """Even kill -9 should end everything that was started."""
