@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from shared.errors import ConfigError
-from shared.process import die_with_parent
+from shared.process import dying_with_parent
 
 SOCKET_NAME = "r.sock"
 MAX_SOCKET_PATH_BYTES = 100
@@ -83,7 +83,7 @@ class EmbeddedRedis:
                 stderr=log,
                 cwd=self.folder,
                 start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509 - one prctl call; called before threads start
+                preexec_fn=dying_with_parent(),  # noqa: PLW1509 - called before threads start
             )
         self._wait_until_ready()
 

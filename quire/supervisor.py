@@ -27,7 +27,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from shared.errors import QuireError
-from shared.process import die_with_parent, is_orphan
+from shared.process import dying_with_parent
 
 CONFIG_EXIT_CODE = 2
 MAX_DEATHS_AT_START = 3
@@ -168,13 +168,6 @@ class Supervisor:
         self._children.clear()
 
     def _launch(self, child: _Child) -> None:
-        parent = os.getpid()
-
-        def in_child() -> None:
-            die_with_parent()
-            if is_orphan(parent):
-                os._exit(1)
-
         child.restart_at = None
         child.started_at = time.monotonic()
         try:
@@ -183,7 +176,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 env=dict(child.spec.environment),
                 process_group=0,
-                preexec_fn=in_child,  # noqa: PLW1509 - safe: this process has one thread, see the design note
+                preexec_fn=dying_with_parent(),  # noqa: PLW1509 - safe: this process has one thread, see the design note
             )
         except (OSError, subprocess.SubprocessError) as error:  # no memory, no process ids: another time there may be
             self._plan_restart(child, f"could not be run: {error}")

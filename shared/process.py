@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
@@ -20,9 +21,17 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def is_orphan(expected_parent: int) -> bool:
-    """Whether the parent died before `die_with_parent` was called."""
-    return os.getppid() != expected_parent
+def dying_with_parent() -> Callable[[], None]:
+    """For `preexec_fn` of `subprocess.Popen`: the child dies with this process from its first moment on, whatever it
+    runs. The kernel ties this to the *thread* that forks. Safe only while no other thread runs (PLW1509)."""
+    parent = os.getpid()
+
+    def in_child() -> None:
+        die_with_parent()
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+
+    return in_child
 
 
 def leave(exit_code: int) -> NoReturn:

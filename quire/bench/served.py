@@ -19,6 +19,7 @@ from quire.bench.progress import say
 from quire.private_folder import private_folder
 from shared.config import child_environment
 from shared.errors import QuireError
+from shared.process import dying_with_parent
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
@@ -80,7 +81,7 @@ class ServedModel:
         return int(float(values[0])) if values else 0
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-m", "quire", "serve", str(self._model), "--port=0", "--die-with-parent"]
+        command = [sys.executable, "-P", "-m", "quire", "serve", str(self._model), "--port=0"]
         with open(self._log, "wb") as log:
             return subprocess.Popen(
                 [*command, f"--state-file={self._state_file}", *self._flags],
@@ -89,6 +90,7 @@ class ServedModel:
                 stderr=subprocess.STDOUT,
                 env=child_environment({}),
                 start_new_session=True,
+                preexec_fn=dying_with_parent(),  # noqa: PLW1509 - whoever measures has one thread between two cells
             )
 
     def _state(self) -> dict[str, Any]:
@@ -108,7 +110,7 @@ class ServedModel:
     def _end(self) -> None:
         if self._process.poll() is not None:
             return
-        self._process.send_signal(signal.SIGINT)
+        self._process.send_signal(signal.SIGTERM)  # not SIGINT: while it starts up it may ignore that, as we may
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -20,6 +21,7 @@ from quire.bench import table
 from quire.bench.random_model import write_random_model
 from quire.bench.served import ServedModel
 from shared.errors import QuireError
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -77,32 +79,82 @@ def test_a_cell_that_cannot_start_tells_why(tmp_path: Path) -> None:
         pass
 
 
-def test_stopping_leaves_no_process(cache_dir: str, tmp_path: Path) -> None:
-    """Ctrl-C in the middle of a measurement should end every process that was started, and exit with 130."""
-    with _running(cache_dir, tmp_path) as (process, children):
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When to stop a measurement: once it has said `line`, and runs `num_processes` (in all: launcher, Redis,
+    scheduler, worker, gateway)."""
+
+    line: str
+    num_processes: int
+
+
+MEASURING = Moment("w1 1/", 5)
+STARTING = [pytest.param(Moment("bench: test-bf16: starting", count), marks=pytest.mark.slow) for count in (1, 3)]
+
+
+@pytest.mark.parametrize("moment", [MEASURING, *STARTING], ids=str)
+def test_stopping_leaves_no_process(cache_dir: str, tmp_path: Path, moment: Moment) -> None:
+    """Ctrl-C should end every process that was started, remove what was written, and exit with 130."""
+    with _running(cache_dir, tmp_path, moment) as (process, children, temporary):
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
         _, left = psutil.wait_procs(children, timeout=10)
         assert left == []
+        assert list(temporary.iterdir()) == []
+
+
+def test_a_launcher_that_has_just_begun_dies_too(cache_dir: str) -> None:
+    """kill -9 in the very moment in which the launcher is there should end it, before it could ask for that itself."""
+    script = (
+        "import os, pathlib, psutil, signal, sys, threading\n"
+        "from quire.bench.served import ServedModel\n"
+        "def die_with_a_child():\n"
+        "    while not (children := psutil.Process().children()): pass\n"
+        "    print(children[0].pid, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "threading.Thread(target=die_with_a_child).start()\n"
+        "with ServedModel(pathlib.Path(sys.argv[1]), (f'--data-dir={sys.argv[2]}',)): pass\n"
+    )
+    command = [sys.executable, "-c", script, str(Path(cache_dir, "bench", "test"))]
+    with tempfile.TemporaryDirectory(prefix="qt-") as temporary:
+        ended = subprocess.run(
+            [*command, f"{temporary}/data"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"TMPDIR": temporary},
+            check=False,
+        )
+        assert ended.returncode == -signal.SIGKILL
+        launcher = int(ended.stdout)
+        try:
+            wait_until(lambda: not psutil.pid_exists(launcher), description="the launcher's end", timeout_s=10)
+        finally:
+            if psutil.pid_exists(launcher):
+                os.kill(launcher, signal.SIGTERM)
 
 
 @pytest.mark.slow
 def test_a_killed_measurement_leaves_no_process(cache_dir: str, tmp_path: Path) -> None:
     """Even kill -9 should end everything that was started."""
-    with _running(cache_dir, tmp_path) as (process, children):
+    with _running(cache_dir, tmp_path, MEASURING) as (process, children, _):
         process.kill()
         _, left = psutil.wait_procs(children, timeout=20)
         assert left == []
 
 
 @contextmanager
-def _running(cache_dir: str, out: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
-    """A measurement that takes for ever, in the middle of its first workload, and all that it has started."""
+def _running(
+    cache_dir: str, out: Path, moment: Moment
+) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process], Path]]:
+    """A measurement that takes for ever, at `moment`; all that it has started; its folder for temporary files."""
     command = [sys.executable, "-m", "quire", "bench", "table", "--configuration=test-bf16", "--workload=w1"]
     command += ["--repeats=1000000", f"--cache-dir={cache_dir}", f"--out={out}"]
+    if moment is not MEASURING:
+        command.append("--quick")
     # A short folder of their own (it holds a socket): what kill -9 leaves there goes with it.
     with (
         tempfile.TemporaryDirectory(prefix="qt-") as temporary,
+        _heeding_interrupts(),
         subprocess.Popen(
             command,
             stderr=subprocess.PIPE,
@@ -113,10 +165,11 @@ def _running(cache_dir: str, out: Path) -> Iterator[tuple[subprocess.Popen[str],
     ):
         assert process.stderr is not None
         try:
-            next(line for line in process.stderr if line.startswith("w1 1/"))
-            children = psutil.Process(process.pid).children(recursive=True)
-            assert len(children) >= 5, "launcher, Redis, scheduler, worker, gateway"
-            yield process, children
+            next(line for line in process.stderr if line.startswith(moment.line))
+            measurement = psutil.Process(process.pid)
+            wait_until(lambda: len(measurement.children(recursive=True)) >= moment.num_processes, description="a cell")
+            children = measurement.children(recursive=True)
+            yield process, children, Path(temporary)
         except subprocess.TimeoutExpired as error:
             logs = [path.read_text(errors="replace")[-4000:] for path in Path(temporary).glob("*/cell.log")]
             states = [f"{child.pid} {child.name()} {child.status()}" for child in children if child.is_running()]
@@ -124,3 +177,14 @@ def _running(cache_dir: str, out: Path) -> Iterator[tuple[subprocess.Popen[str],
         finally:
             process.kill()
             process.stderr.close()
+
+
+@contextmanager
+def _heeding_interrupts() -> Iterator[None]:
+    """Within, children begin with the default for SIGINT. A background job of a shell without job control ignores it,
+    and so would all that the job starts: these tests could not stop what they measure when they run as one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
