@@ -4,7 +4,7 @@ Design note. A step is *started* and later *finished*; between the two the engin
 (`prepare`), in the other of two sets of inputs. What computes meanwhile differs:
 
 * the CPU kernels: the pool's other threads; the engine's thread joins them in `finish`;
-* CUDA: the card; `finish` launches the sampling and waits for the token ids alone;
+* CUDA: the card. `start` launches all, the sampling too, and `finish` waits for the token ids alone;
 * torch on a CPU: nothing. `finish` computes, so that what the engine does right behind a start waits for no step.
 
 A step that was prepared, and is started as it was, only gets its newest tokens put in (`StepInputs.complete`). Any
@@ -137,15 +137,17 @@ class DecoderRunner:
             elif self._graphs is None and all(map(is_plainly_greedy, sequences)):
                 self._finish = self._start_best(plan)
             else:
-                logits = self._start_logits(plan)
-                self._finish = lambda: self._draw(logits, sequences, positions)
+                self._finish = self._start_drawing(self._start_logits(plan), sequences, positions)
 
     def finish(self) -> list[DrawnToken]:
         """The tokens of the step that was started, in plan order."""
         assert self._finish is not None, "no step was started"
         finish, self._finish = self._finish, None
         with torch.inference_mode():
-            return finish()
+            drawn = finish()
+            if not drawn and self.device == "cuda":  # what a step costs is learned from such steps, too
+                torch.cuda.current_stream().synchronize()
+            return drawn
 
     def run(self, plan: BatchPlan) -> list[DrawnToken]:
         """`start` and `finish`."""
@@ -177,14 +179,24 @@ class DecoderRunner:
             wait = self._timed(self._model.start_best(self._inputs, self._cache, self.vocab_size))
         return lambda: list(map(DrawnToken, wait()))
 
-    def _draw(
+    def _start_drawing(
         self, logits: Callable[[], torch.Tensor], sequences: list[Sequence], positions: list[int]
-    ) -> list[DrawnToken]:
-        computed = logits()
-        if not sequences and computed.is_cuda:  # what a step costs is learned from such steps, too
-            torch.cuda.current_stream().synchronize()
+    ) -> Callable[[], list[DrawnToken]]:
+        if self.device != "cpu":
+            return self._launch_drawing(logits(), sequences, positions)
+
+        def draw() -> list[DrawnToken]:
+            computed = logits()
+            with self._times.part("sampling"):
+                return self._sampler.draw(computed, sequences, positions)
+
+        return draw
+
+    def _launch_drawing(
+        self, logits: torch.Tensor, sequences: list[Sequence], positions: list[int]
+    ) -> Callable[[], list[DrawnToken]]:
         with self._times.part("sampling"):
-            return self._sampler.draw(computed, sequences, positions)
+            return self._timed(self._sampler.begin(logits, sequences, positions))
 
     def _timed(self, wait: Callable[[], _Result]) -> Callable[[], _Result]:
         def timed() -> _Result:

@@ -49,18 +49,25 @@ class Sampler:
             sequences: of each row. One with penalties has one row only.
             positions: output position of each row; default: the next one of its sequence.
         """
+        return self.begin(logits, sequences, positions)()
+
+    def begin(
+        self, logits: Tensor, sequences: list[Sequence], positions: list[int] | None = None
+    ) -> Callable[[], list[DrawnToken]]:
+        """As `draw`, with the result to be called for: on a GPU the tokens are chosen in stream order, and only the
+        result waits for them."""
         if not sequences:
-            return []
+            return list
         positions = [s.num_output for s in sequences] if positions is None else positions
         raw = self._raw_logprobs(logits, sequences)
         logits = logits[:, : self._vocab_size]
         self._apply_bans(logits, sequences, positions)
         self._apply_memory(logits, sequences)
         choose = self._choose if self._chooser is None else partial(self._choose_by_kernel, self._chooser)
-        token_ids = choose(logits, sequences, positions).tolist()
-        return [
+        token_ids = choose(logits, sequences, positions)
+        return lambda: [
             DrawnToken(token_id, None if row is None else _to_logprobs(row, token_id, sequence.sampling.num_logprobs))
-            for token_id, row, sequence in zip(token_ids, raw, sequences, strict=True)
+            for token_id, row, sequence in zip(token_ids.tolist(), raw, sequences, strict=True)
         ]
 
     def forget(self, sequence: Sequence) -> None:
@@ -79,7 +86,7 @@ class Sampler:
         for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
             if position < sequence.sampling.min_tokens:
                 banned = [i for i in sequence.sampling.stop_token_ids if 0 <= i < self._vocab_size]
-                logits[row, torch.tensor(banned, dtype=torch.int64, device=self._device)] = -torch.inf
+                logits[row, self._put(banned, torch.int64)] = -torch.inf
 
     def _apply_memory(self, logits: Tensor, sequences: list[Sequence]) -> None:
         """Bias and penalties, in place."""
@@ -87,8 +94,8 @@ class Sampler:
         if not needing:
             return
         chosen = [sequences[i] for i in needing]
-        index = torch.tensor(needing, device=self._device)
-        rows = torch.tensor([self._rows.update(s) for s in chosen], device=self._device)
+        index = self._put(needing, torch.int64)
+        rows = self._put([self._rows.update(s) for s in chosen], torch.int64)
         changed = logits[index] + self._rows.bias(rows)
         if any(s.has_penalties for s in chosen):
             ops.apply_penalties(
@@ -120,7 +127,7 @@ class Sampler:
         token_ids = ops.greedy(logits)
         drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature >= GREEDY_TEMPERATURE]
         if drawn:
-            index = torch.tensor(drawn, device=self._device)
+            index = self._put(drawn, torch.int64)
             token_ids[index] = self._choose_random(
                 logits[index], [sequences[i] for i in drawn], [positions[i] for i in drawn]
             )
@@ -130,7 +137,7 @@ class Sampler:
         logits = logits / self._floats(sequences, lambda p: p.temperature)[:, None]
         filtered = [i for i, s in enumerate(sequences) if _has_filter(s.sampling)]
         if filtered:
-            index = torch.tensor(filtered, device=self._device)
+            index = self._put(filtered, torch.int64)
             chosen, part = [sequences[i] for i in filtered], logits[index]
             smallest = ops.smallest_kept(
                 part,
@@ -142,15 +149,20 @@ class Sampler:
         numbers = ops.uniform(
             self._ints(sequences, lambda s: _to_int64(s.sampling.seed)),
             self._ints(sequences, lambda s: s.choice),
-            torch.tensor(positions, dtype=torch.int64, device=self._device),
+            self._put(positions, torch.int64),
         )
         return ops.draw(logits, numbers)
 
     def _floats(self, sequences: list[Sequence], read: Callable[[SamplingParams], float]) -> Tensor:
-        return torch.tensor([read(s.sampling) for s in sequences], dtype=torch.float32, device=self._device)
+        return self._put([read(s.sampling) for s in sequences], torch.float32)
 
     def _ints(self, sequences: list[Sequence], read: Callable[[Sequence], int]) -> Tensor:
-        return torch.tensor([read(s) for s in sequences], dtype=torch.int64, device=self._device)
+        return self._put([read(s) for s in sequences], torch.int64)
+
+    def _put(self, values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
+        """`values` on the device; nobody waits for the copy."""
+        is_remote = self._device.type != "cpu"
+        return torch.tensor(values, dtype=dtype, pin_memory=is_remote).to(self._device, non_blocking=True)
 
 
 def is_plainly_greedy(sequence: Sequence) -> bool:

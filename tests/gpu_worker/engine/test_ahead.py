@@ -109,14 +109,18 @@ def test_should_finish_what_is_in_flight_when_nobody_is_left() -> None:
 
 def test_what_waits_should_run_in_the_step_behind_a_foreseen_end() -> None:
     """When blocks of a sequence at its limit are what another waits for, the next step should be planned afterwards."""
-    driver = make_driver(num_blocks=2, block_size=4)
-    first, second = make_sequence("a", max_tokens=1), make_sequence("b", rank=1, max_tokens=1)
-    for sequence in (first, second):
+    driver = make_driver(num_blocks=8, block_size=4)
+    stays, ends = make_sequence("stays"), make_sequence("ends", list(range(13)), rank=1, max_tokens=1)
+    waits = make_sequence("waits", rank=2)
+    for sequence in (stays, ends, waits):
         driver.engine.add(sequence)
     driver.step()
+    assert planned(driver) == [stays, ends]
     assert not driver.runner.is_computing
     driver.step()
-    assert driver.finish == {("a", 0): "length", ("b", 0): "length"}
+    assert [chunk.sequence for chunk in driver.runner.plans[1].chunks] == [stays, waits]
+    driver.run_until_idle()
+    driver.assert_as_solo([stays, ends, waits])
 
 
 def test_an_arrival_should_wait_for_the_step_in_flight_only() -> None:
