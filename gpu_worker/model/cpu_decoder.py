@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.model.config import CheckpointConfig
-from gpu_worker.model.inputs import StepInputs
+from gpu_worker.model.inputs import StepCapacity, StepInputs
 from gpu_worker.model.kv_layout import KvCache
 from gpu_worker.model.packed_weights import PackedLayer, PackedModel, PackedProjection
 from kernels.cpu.attention import (
@@ -29,7 +29,7 @@ from kernels.cpu.kv_cache import KvShape
 from kernels.cpu.linear import add_linear
 from kernels.cpu.ops import Epilogue, Step
 from kernels.cpu.program import Pool, Program, address, sum_profiles
-from kernels.cpu.rows import add_argmax, add_embed, add_norm, add_quantize, quantized_bytes
+from kernels.cpu.rows import add_argmax, add_embed, add_gather, add_norm, add_quantize, quantized_bytes
 
 _PAD_COLUMNS = 64
 """Rows that linears read are as long as this allows, with zeros behind: panels are padded along `in`."""
@@ -44,28 +44,35 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class _Flow:
+    """What goes on from op to op: `hidden` [rows, hidden] float32, the residual, and what attention works in."""
+
+    hidden: Tensor
+    attention: AttentionBuffers
+
+
+@dataclass(frozen=True, slots=True)
 class _Buffers:
     """What flows through the ops; capacity: the largest step.
 
     Attributes:
-        hidden: [rows, hidden] float32, the residual.
+        all, wanted: of all rows, and of those whose logits are wanted.
         normed: normed hidden states. mixed, gated: results of attention and of the gate, [rows, width] in the cache's
             dtype. mixed_rows, gated_rows: the same as linears read them.
         qkv: [rows, queries, keys and values] float32.
-        wanted: normed rows whose logits are wanted. logits: [wanted, vocab] float32. best: [wanted] int64.
+        logits: [wanted, vocab] float32. best: [wanted] int64.
     """
 
-    hidden: Tensor
+    all: _Flow
+    wanted: _Flow
     normed: _Rows
     mixed: Tensor
     mixed_rows: _Rows
     gated: Tensor
     gated_rows: _Rows
     qkv: Tensor
-    wanted: _Rows
     logits: Tensor
     best: Tensor
-    attention: AttentionBuffers
 
 
 class CpuDecoder:
@@ -141,18 +148,21 @@ class CpuDecoder:
         mixed = self._make_floats(rows, config.num_heads * config.head_size)
         gated = self._make_floats(rows, config.intermediate_size)
         return _Buffers(
-            hidden=torch.empty((rows, config.hidden_size)),
+            all=self._make_flow(rows, capacity),
+            wanted=self._make_flow(wanted, capacity),
             normed=self._make_rows(rows, config.hidden_size),
             mixed=mixed,
             mixed_rows=self._make_rows(rows, config.num_heads * config.head_size, mixed),
             gated=gated,
             gated_rows=self._make_rows(rows, config.intermediate_size, gated),
             qkv=torch.empty((rows, self._shape.qkv_width)),
-            wanted=self._make_rows(wanted, config.hidden_size),
             logits=torch.empty((wanted, config.vocab_size)),
             best=torch.empty(wanted, dtype=torch.int64),
-            attention=make_buffers(self._shape, rows, capacity.max_blocks * capacity.block_size),
         )
+
+    def _make_flow(self, num_rows: int, capacity: StepCapacity) -> _Flow:
+        attention = make_buffers(self._shape, num_rows, capacity.max_blocks * capacity.block_size)
+        return _Flow(torch.empty((num_rows, self._config.hidden_size)), attention)
 
     def _make_floats(self, num_rows: int, width: int) -> Tensor:
         padded = -(-width // _PAD_COLUMNS) * _PAD_COLUMNS
@@ -167,45 +177,58 @@ class CpuDecoder:
 
     def _build(self, cache: KvCache) -> Program:
         program, buffers, weights = Program(), self._buffers, self._weights
-        add_embed(program, weights.embedding, buffers.hidden)
-        add_attention_plan(program, self._shape, buffers.attention)
+        add_embed(program, weights.embedding, buffers.all.hidden)
+        add_attention_plan(program, self._shape, buffers.all.attention)
         for index, layer in enumerate(weights.layers):
-            self._add_attention(program, layer, cache.blocks(index))
-            self._add_mlp(program, layer)
-        self._add_norm(program, weights.norm, buffers.wanted, use_wanted=True)
-        wanted = buffers.wanted
-        add_linear(
-            program, wanted.values, weights.head, buffers.logits, x_scales=wanted.scales, use_wanted=True, label="head"
-        )
+            self._add_queries(program, layer, cache.blocks(index))
+            rows = buffers.all
+            if layer is weights.layers[-1]:
+                rows = self._add_gather(program)
+            self._add_attention(program, layer, cache.blocks(index), rows)
+            self._add_mlp(program, layer, rows.hidden)
+        self._add_norm(program, weights.norm, buffers.wanted.hidden, buffers.normed)
+        normed = buffers.normed
+        add_linear(program, normed.values, weights.head, buffers.logits, x_scales=normed.scales, label="head")
         return program
 
-    def _add_attention(self, program: Program, layer: PackedLayer, blocks: Tensor) -> None:
+    def _add_queries(self, program: Program, layer: PackedLayer, blocks: Tensor) -> None:
+        """Queries of all rows, and their keys and values into the cache."""
+        buffers, shape = self._buffers, self._shape
+        self._add_norm(program, layer.input_norm, buffers.all.hidden, buffers.normed)
+        _add_projection(program, buffers.normed, layer.qkv, buffers.qkv, label="qkv")
+        add_rotary_kv(
+            program, shape, buffers.all.attention, buffers.qkv, cos_sin=self._cos_sin, cache=blocks,
+            scale=shape.kv.head_size**-0.5,
+        )  # fmt: skip
+
+    def _add_gather(self, program: Program) -> _Flow:
+        """From here on only the wanted rows are computed: of the others the last layer's keys and values are all that
+        anybody will read."""
+        rows, wanted = self._buffers.all, self._buffers.wanted
+        add_gather(program, rows.hidden, wanted.hidden)
+        add_gather(program, rows.attention.query, wanted.attention.query)
+        program.is_of_wanted = True
+        add_attention_plan(program, self._shape, wanted.attention)
+        return wanted
+
+    def _add_attention(self, program: Program, layer: PackedLayer, blocks: Tensor, rows: _Flow) -> None:
         buffers, shape = self._buffers, self._shape
         width = shape.heads * shape.kv.head_size
-        self._add_norm(program, layer.input_norm, buffers.normed)
-        _add_projection(program, buffers.normed, layer.qkv, buffers.qkv, label="qkv")
-        scale = shape.kv.head_size**-0.5
-        add_rotary_kv(program, shape, buffers.attention, buffers.qkv, cos_sin=self._cos_sin, cache=blocks, scale=scale)
-        add_attention(program, shape, buffers.attention, blocks, buffers.mixed[:, :width])
+        add_attention(program, shape, rows.attention, blocks, buffers.mixed[:, :width])
         _add_quantize(program, buffers.mixed, width, buffers.mixed_rows)
-        _add_projection(
-            program, buffers.mixed_rows, layer.output, buffers.hidden, epilogue=Epilogue.ADD, label="output"
-        )
+        _add_projection(program, buffers.mixed_rows, layer.output, rows.hidden, epilogue=Epilogue.ADD, label="output")
 
-    def _add_mlp(self, program: Program, layer: PackedLayer) -> None:
+    def _add_mlp(self, program: Program, layer: PackedLayer, hidden: Tensor) -> None:
         buffers = self._buffers
-        self._add_norm(program, layer.mlp_norm, buffers.normed)
+        self._add_norm(program, layer.mlp_norm, hidden, buffers.normed)
         _add_projection(
             program, buffers.normed, layer.gate_up, buffers.gated, epilogue=Epilogue.SILU_MUL, label="gate_up"
         )
         _add_quantize(program, buffers.gated, self._config.intermediate_size, buffers.gated_rows)
-        _add_projection(program, buffers.gated_rows, layer.down, buffers.hidden, epilogue=Epilogue.ADD, label="down")
+        _add_projection(program, buffers.gated_rows, layer.down, hidden, epilogue=Epilogue.ADD, label="down")
 
-    def _add_norm(self, program: Program, scale: Tensor, out: _Rows, *, use_wanted: bool = False) -> None:
-        add_norm(
-            program, self._buffers.hidden, scale, out.values, self._config.rms_norm_eps, out_scales=out.scales,
-            use_wanted=use_wanted,
-        )  # fmt: skip
+    def _add_norm(self, program: Program, scale: Tensor, hidden: Tensor, out: _Rows) -> None:
+        add_norm(program, hidden, scale, out.values, self._config.rms_norm_eps, out_scales=out.scales)
 
 
 def _bind(inputs: StepInputs) -> Step:

@@ -115,6 +115,7 @@ class StepInputs:
             ("slots", (tokens,), torch.int64),
             ("wanted_rows", (capacity.max_wanted,), torch.int64),
             ("query_starts", (sequences + 1,), torch.int32),
+            ("wanted_starts", (sequences + 1,), torch.int32),
             ("context_lens", (sequences,), torch.int32),
             ("block_tables", (sequences, capacity.max_blocks), torch.int32),
         ):
@@ -162,6 +163,8 @@ class StepInputs:
         self.slots = buffers["slots"].put(slots, padding=added, filler=PADDING_SLOT)
         buffers["slots"].array[num_rows:] = PADDING_SLOT
         self.wanted_rows = buffers["wanted_rows"].put(_wanted_rows(chunks, end_rows.tolist()))
+        counts = [1 + len(chunk.draft) if chunk.is_sampling else 0 for chunk in chunks]
+        buffers["wanted_starts"].array[1 : len(chunks) + 1] = np.cumsum(counts)
         starts = buffers["query_starts"]
         starts.array[0] = 0
         starts.array[1 : len(chunks) + 1] = end_rows

@@ -164,7 +164,7 @@ typedef struct cut {
 } cut;
 
 static cut cut_op(const linear_args *args, const step *step, int num_threads) {
-    const int64_t rows = args->use_wanted ? step->num_wanted : step->num_rows;
+    const int64_t rows = step->num_rows;
     const int64_t row_blocks = ceil_div(rows, ROW_BLOCK), fine_blocks = rows < MAX_ROWS ? 1 : rows / MAX_ROWS;
     const int is_short = rows <= FEW_ROWS && 4 * panel_bytes(&args->weight) <= STREAM_BYTES;
     cut cut = {

@@ -105,7 +105,6 @@ def add_linear(
     bias: Tensor | None = None,
     x_scales: Tensor | None = None,
     epilogue: Epilogue = Epilogue.STORE,
-    use_wanted: bool = False,
     label: str = "linear",
 ) -> None:
     """Append y = x · Wᵀ + bias.
@@ -115,7 +114,6 @@ def add_linear(
             `x_scales` [rows].
         y: [rows, `out`] float32; SILU_MUL: [rows, out / 2] float32 or bfloat16.
         bias: [out] float32 or None; it is padded here.
-        use_wanted: over the step's wanted rows instead of all.
     """
     if bias is not None:
         bias = F.pad(bias.float(), (0, -weight.out_features % LANES)).contiguous()
@@ -129,6 +127,5 @@ def add_linear(
         y_stride=y.stride(0),
         epilogue=epilogue,
         out_dtype=Dtype.BF16 if y.dtype == torch.bfloat16 else Dtype.F32,
-        use_wanted=int(use_wanted),
     )
     program.add(OpKind.LINEAR, args, x, weight, y, bias, x_scales, label=label)

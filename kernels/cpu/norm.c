@@ -48,19 +48,15 @@ static void norm_row(const norm_args *a, const float *x, int64_t row) {
         clear_padding(out, a->hidden * size, a->out_stride * size);
 }
 
-static int64_t norm_num_rows(const norm_args *a, const step *step) {
-    return a->use_wanted ? step->num_wanted : step->num_rows;
-}
-
 static int64_t norm_num_tiles(const void *args, const step *step, int num_threads) {
-    return row_tiles(norm_num_rows(args, step), num_threads);
+    return row_tiles(step->num_rows, num_threads);
 }
 
 static void norm_run_tile(const void *args, const step *step, int64_t tile, int thread, int num_threads) {
     const norm_args *a = args;
-    const row_range rows = rows_of_tile(norm_num_rows(a, step), tile, num_threads);
+    const row_range rows = rows_of_tile(step->num_rows, tile, num_threads);
     for (int64_t i = rows.begin; i < rows.end; i++)
-        norm_row(a, a->in + (a->use_wanted ? step->wanted_rows[i] : i) * a->hidden, i);
+        norm_row(a, a->in + i * a->hidden, i);
 }
 
 static int64_t quantize_num_tiles(const void *args, const step *step, int num_threads) {

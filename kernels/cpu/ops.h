@@ -42,8 +42,7 @@ static inline const int32_t *quantized_starts(const int8_t *row, int64_t width) 
     return (const int32_t *)(row + quantized_width(width));
 }
 
-/* out[row] = in[row] / sqrt(mean(in²) + eps) · scale, converted to `out_dtype`. With `use_wanted`, output row i is of
- * input row wanted_rows[i], and there are num_wanted. INT8: a quantized row. */
+/* out[row] = in[row] / sqrt(mean(in²) + eps) · scale, converted to `out_dtype`. INT8: a quantized row. */
 typedef struct norm_args {
     const float *in;    /* [rows, hidden] */
     const float *scale; /* [hidden] */
@@ -52,7 +51,6 @@ typedef struct norm_args {
     int64_t hidden;
     int64_t out_stride; /* elements */
     int32_t out_dtype;
-    int32_t use_wanted;
     float eps;
 } norm_args;
 
@@ -69,8 +67,6 @@ typedef struct linear_args {
     int64_t x_stride, y_stride; /* elements */
     int32_t epilogue;
     int32_t out_dtype;
-    int32_t use_wanted; /* num_wanted rows instead of num_rows */
-    int32_t reserved;
 } linear_args;
 
 /* Rotates queries and keys of `qkv` [rows, (heads + 2 kv_heads) · head_size] float by the row's position; queries go
@@ -111,6 +107,13 @@ typedef struct quantize_args {
     int32_t in_dtype;
     int32_t reserved;
 } quantize_args;
+
+/* out[i] = in[wanted_rows[i]]; rows are dense. */
+typedef struct gather_args {
+    const void *in;
+    void *out;
+    int64_t row_bytes;
+} gather_args;
 
 /* The largest of each wanted row's first `width` logits, the lowest id on a tie. A row is searched in
  * width / ARGMAX_TILE tiles (OP_ARGMAX), whose best OP_ARGMAX_MERGE compares. */

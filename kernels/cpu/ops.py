@@ -38,6 +38,7 @@ class OpKind(IntEnum):
     ARGMAX = 8
     ARGMAX_MERGE = 9
     CHOOSE = 10
+    GATHER = 11
 
 
 class Step(ctypes.Structure):
@@ -52,6 +53,7 @@ class Step(ctypes.Structure):
         ("slots", c_void_p),
         ("wanted_rows", c_void_p),
         ("query_starts", c_void_p),
+        ("wanted_starts", c_void_p),
         ("context_lens", c_void_p),
         ("block_tables", c_void_p),
         ("table_stride", c_int64),
@@ -61,7 +63,13 @@ class Step(ctypes.Structure):
 class Op(ctypes.Structure):
     """struct op."""
 
-    _fields_ = (("kind", c_int32), ("num_calls", c_int32), ("nanoseconds", c_int64), ("args", c_void_p))
+    _fields_ = (
+        ("kind", c_int32),
+        ("num_calls", c_int32),
+        ("is_of_wanted", c_int64),
+        ("nanoseconds", c_int64),
+        ("args", c_void_p),
+    )
 
 
 class Weight(ctypes.Structure):
@@ -94,7 +102,6 @@ class NormArgs(ctypes.Structure):
         ("hidden", c_int64),
         ("out_stride", c_int64),
         ("out_dtype", c_int32),
-        ("use_wanted", c_int32),
         ("eps", c_float),
     )
 
@@ -112,8 +119,6 @@ class LinearArgs(ctypes.Structure):
         ("y_stride", c_int64),
         ("epilogue", c_int32),
         ("out_dtype", c_int32),
-        ("use_wanted", c_int32),
-        ("reserved", c_int32),
     )
 
 
@@ -172,6 +177,12 @@ class QuantizeArgs(ctypes.Structure):
     )
 
 
+class GatherArgs(ctypes.Structure):
+    """struct gather_args."""
+
+    _fields_ = (("in_", c_void_p), ("out", c_void_p), ("row_bytes", c_int64))
+
+
 class ArgmaxArgs(ctypes.Structure):
     """struct argmax_args."""
 
@@ -215,4 +226,5 @@ ARGUMENTS: dict[OpKind, type[ctypes.Structure]] = {
     OpKind.ARGMAX: ArgmaxArgs,
     OpKind.ARGMAX_MERGE: ArgmaxArgs,
     OpKind.CHOOSE: ChooseArgs,
+    OpKind.GATHER: GatherArgs,
 }

@@ -51,6 +51,7 @@ static const op_class *const CLASSES[NUM_OP_KINDS] = {
     [OP_ARGMAX] = &argmax_class,
     [OP_ARGMAX_MERGE] = &argmax_merge_class,
     [OP_CHOOSE] = &choose_class,
+    [OP_GATHER] = &gather_class,
 };
 
 typedef struct progress {
@@ -65,9 +66,19 @@ typedef struct progress {
 typedef struct job {
     op *ops;
     step step;
+    struct step wanted; /* of the wanted rows alone */
     int32_t num_ops;
     int64_t started_ns;
 } job;
+
+static const struct step *step_of(const job *job, const op *op) { return op->is_of_wanted ? &job->wanted : &job->step; }
+
+static step wanted_of(const step *whole) {
+    step wanted = *whole;
+    wanted.num_rows = whole->num_wanted;
+    wanted.query_starts = whole->wanted_starts;
+    return wanted;
+}
 
 typedef struct member {
     pool *pool;
@@ -146,7 +157,7 @@ static ahead look_ahead(const job *job, int32_t from) {
 static void prefetch_some(const pool *pool, const job *job, ahead *ahead, int thread) {
     const op *op = &job->ops[ahead->index];
     ahead->cursor =
-        CLASSES[op->kind]->prefetch(op->args, &job->step, thread, pool->num_threads, ahead->cursor);
+        CLASSES[op->kind]->prefetch(op->args, step_of(job, op), thread, pool->num_threads, ahead->cursor);
 }
 
 /* Return when all tiles are done, or the run is over. */
@@ -175,11 +186,12 @@ static void walk_ops(pool *pool, const job *job, uint32_t run, int thread) {
         progress *p = &pool->progress[i];
         const op *op = &job->ops[i];
         const op_class *class = CLASSES[op->kind];
-        const int64_t num_tiles = class->num_tiles(op->args, &job->step, pool->num_threads);
+        const step *step = step_of(job, op);
+        const int64_t num_tiles = class->num_tiles(op->args, step, pool->num_threads);
         const uint64_t all_done = (uint64_t)run << 32 | (uint64_t)num_tiles;
         int64_t tile;
         while ((tile = take_tile(p, run, num_tiles)) >= 0) {
-            class->run_tile(op->args, &job->step, tile, thread, pool->num_threads);
+            class->run_tile(op->args, step, tile, thread, pool->num_threads);
             finish_tile(p, num_tiles);
         }
         if (ahead.index <= i) ahead = look_ahead(job, i + 1);
@@ -251,7 +263,8 @@ void pool_start(pool *pool, op *ops, int32_t num_ops, const step *step) {
         atomic_store_explicit(&pool->progress[i].next, (uint64_t)run << 32, memory_order_relaxed);
         atomic_store_explicit(&pool->progress[i].done, (uint64_t)run << 32, memory_order_relaxed);
     }
-    pool->job = (job){.ops = ops, .step = *step, .num_ops = num_ops, .started_ns = now_ns()};
+    pool->job = (job){
+        .ops = ops, .step = *step, .wanted = wanted_of(step), .num_ops = num_ops, .started_ns = now_ns()};
     atomic_store(&pool->run, run);
     if (pool->num_threads > 1 && atomic_load(&pool->num_idle)) futex(&pool->run, FUTEX_WAKE, INT32_MAX);
 }

@@ -80,11 +80,17 @@ class Pool:
 
 
 class Program:
-    """Ops in the order they are added."""
+    """Ops in the order they are added.
+
+    Attributes:
+        is_of_wanted: whether ops that are added from now on work on the step's wanted rows alone, gathered into
+            buffers of their own (`rows.add_gather`).
+    """
 
     def __init__(self) -> None:
         self.pool: Pool | None = None
-        self._ops: list[tuple[OpKind, ctypes.Structure]] = []
+        self.is_of_wanted = False
+        self._ops: list[tuple[OpKind, ctypes.Structure, bool]] = []
         self._labels: list[str] = []
         self._kept: list[object] = []
         self._compiled: ctypes.Array[Op] | None = None
@@ -99,7 +105,7 @@ class Program:
         """
         assert isinstance(args, ARGUMENTS[kind])
         assert len(self._ops) < MAX_OPS
-        self._ops.append((kind, args))
+        self._ops.append((kind, args, self.is_of_wanted))
         self._labels.append(label or kind.name.lower())
         self._kept += kept
         self._compiled = None
@@ -107,13 +113,17 @@ class Program:
     def copy(self) -> Program:
         """A program of the same ops, to add others to."""
         made = Program()
+        made.is_of_wanted = self.is_of_wanted
         made._ops, made._labels, made._kept = list(self._ops), list(self._labels), list(self._kept)
         return made
 
     def compiled(self) -> ctypes.Array[Op]:
         """The ops as C sees them."""
         if self._compiled is None:
-            ops = [Op(kind=kind, args=ctypes.addressof(args)) for kind, args in self._ops]
+            ops = [
+                Op(kind=kind, args=ctypes.addressof(args), is_of_wanted=is_of_wanted)
+                for kind, args, is_of_wanted in self._ops
+            ]
             self._compiled = (Op * len(ops))(*ops)
         return self._compiled
 

@@ -26,6 +26,7 @@ typedef struct step {
     const int64_t *slots;        /* [rows] block · block_size + offset; −1: not written */
     const int64_t *wanted_rows;  /* [wanted] */
     const int32_t *query_starts; /* [sequences + 1] first row of each chunk, and the end */
+    const int32_t *wanted_starts; /* [sequences + 1] the same among the wanted rows: of a chunk, its last ones */
     const int32_t *context_lens; /* [sequences] keys of each sequence, its chunk's included */
     const int32_t *block_tables; /* [sequences, table_stride] */
     int64_t table_stride;
@@ -34,6 +35,7 @@ typedef struct step {
 typedef struct op {
     int32_t kind; /* enum op_kind */
     int32_t num_calls;
+    int64_t is_of_wanted; /* works on the wanted rows, gathered, in place of all: as if the step had no others */
     int64_t nanoseconds; /* from the end of the op before to the end of this one, over all calls */
     const void *args;    /* the kind's own struct */
 } op;
@@ -50,7 +52,8 @@ enum op_kind {
     OP_ARGMAX = 8,
     OP_ARGMAX_MERGE = 9,
     OP_CHOOSE = 10,
-    NUM_OP_KINDS = 11,
+    OP_GATHER = 11,
+    NUM_OP_KINDS = 12,
 };
 
 /* How a kind is run. `thread` is in [0, num_threads). */
@@ -63,7 +66,7 @@ typedef struct op_class {
 } op_class;
 
 extern const op_class embed_class, norm_class, linear_class, rotary_kv_class, attention_plan_class, attention_class,
-    attention_merge_class, quantize_class, argmax_class, argmax_merge_class, choose_class;
+    attention_merge_class, quantize_class, argmax_class, argmax_merge_class, choose_class, gather_class;
 
 /* At least `bytes` of memory that belongs to the calling thread: 64-byte aligned, contents kept until it grows; no two users at a time. */
 void *scratch(int64_t bytes);

@@ -1,4 +1,4 @@
-"""Adds to a program what works row by row: embedding, norms, quantizing, the likeliest token."""
+"""Adds to a program what works row by row: embedding, norms, quantizing, the wanted rows, the likeliest token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.linear import PackedWeight
-from kernels.cpu.ops import ArgmaxArgs, Dtype, EmbedArgs, NormArgs, OpKind, QuantizeArgs
+from kernels.cpu.ops import ArgmaxArgs, Dtype, EmbedArgs, GatherArgs, NormArgs, OpKind, QuantizeArgs
 from kernels.cpu.program import Program, address
 from kernels.quantized_linear import GROUP
 
@@ -33,9 +33,8 @@ def add_embed(program: Program, table: PackedWeight, out: Tensor) -> None:
 
 def add_norm(
     program: Program, x: Tensor, scale: Tensor, out: Tensor, eps: float, *, out_scales: Tensor | None = None,
-    use_wanted: bool = False,
 ) -> None:  # fmt: skip
-    """Append the RMS norm of each row, or of the wanted rows only.
+    """Append the RMS norm of each row.
 
     Args:
         x: [rows, hidden] float32.
@@ -52,7 +51,6 @@ def add_norm(
         hidden=x.shape[1],
         out_stride=out.stride(0),
         out_dtype=_DTYPES[out.dtype],
-        use_wanted=int(use_wanted),
         eps=eps,
     )
     program.add(OpKind.NORM, args, x, scale, out, out_scales)
@@ -76,6 +74,19 @@ def add_quantize(program: Program, x: Tensor, width: int, out: Tensor, out_scale
         in_dtype=_DTYPES[x.dtype],
     )
     program.add(OpKind.QUANTIZE, args, x, out, out_scales)
+
+
+def add_gather(program: Program, x: Tensor, out: Tensor) -> None:
+    """Append out[i] = x[wanted row i].
+
+    Args:
+        x: [rows, …]. out: [wanted, …] of the same dtype and width. Both dense.
+    """
+    assert (x.shape[1:], x.dtype) == (out.shape[1:], out.dtype)
+    assert x.is_contiguous()
+    assert out.is_contiguous()
+    row_bytes = x.stride(0) * x.element_size()
+    program.add(OpKind.GATHER, GatherArgs(in_=address(x), out=address(out), row_bytes=row_bytes), x, out)
 
 
 def add_argmax(program: Program, logits: Tensor, width: int, out: Tensor) -> None:

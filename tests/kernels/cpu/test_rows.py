@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kernels.cpu.linear import PackedWeight, pack_float
 from kernels.cpu.pack import pack_quantized
-from kernels.cpu.rows import add_argmax, add_embed, add_norm, add_quantize, quantized_bytes
+from kernels.cpu.program import Program
+from kernels.cpu.rows import add_argmax, add_embed, add_gather, add_norm, add_quantize, quantized_bytes
 from kernels.quantized_linear import quantize_int4, quantize_int8, quantize_rows
 from kernels.rms_norm import rms_norm_reference
 from tests.kernels.cpu.conftest import Machine, quantized_rows
@@ -28,17 +29,10 @@ def table_of(kind: str, weight: Tensor) -> tuple[PackedWeight, Tensor]:
     return pack_quantized(quantized), quantized.dequantize()
 
 
-def norm(
-    machine: Machine, x: Tensor, scale: Tensor, out: Tensor, *, threads: int = 1, wanted: Tensor | None = None
-) -> Tensor:
+def norm(machine: Machine, x: Tensor, scale: Tensor, out: Tensor, *, threads: int = 1) -> Tensor:
     """The norm into `out`; returns the scales of quantized rows."""
     scales = torch.full((len(out),), torch.nan)
-    machine.run(
-        lambda program: add_norm(program, x, scale, out, EPS, out_scales=scales, use_wanted=wanted is not None),
-        len(x),
-        threads=threads,
-        wanted_rows=wanted,
-    )
+    machine.run(lambda program: add_norm(program, x, scale, out, EPS, out_scales=scales), len(x), threads=threads)
     return scales
 
 
@@ -91,14 +85,22 @@ def test_norm_quantizes(machine: Machine, hidden: int) -> None:
     assert_quantized(expected, expected_scales, out, scales)
 
 
-def test_norm_gathers_wanted_rows(machine: Machine) -> None:
-    """With wanted rows, output i should be the norm of row wanted[i], in any order and repeated."""
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_ops_behind_a_gather_work_on_the_wanted_rows(machine: Machine, threads: int) -> None:
+    """Output i should be the norm of row wanted[i], in any order and repeated, and nothing should be written behind."""
     x, scale = torch.randn(20, 100), torch.randn(100)
-    whole, some = torch.empty(20, 100), torch.empty(4, 100)
+    whole, some, gathered = torch.empty(20, 100), torch.full((20, 100), 7.0), torch.empty(20, 100)
     norm(machine, x, scale, whole)
     wanted = torch.tensor([19, 0, 7, 7])
-    norm(machine, x, scale, some, wanted=wanted)
-    assert torch.equal(whole[wanted], some)
+
+    def add(program: Program) -> None:
+        add_gather(program, x, gathered)
+        program.is_of_wanted = True
+        add_norm(program, gathered, scale, some, EPS)
+
+    machine.run(add, len(x), threads=threads, wanted_rows=wanted)
+    assert torch.equal(whole[wanted], some[:4])
+    assert (some[4:] == 7.0).all()
 
 
 @pytest.mark.parametrize("rows", ROWS)
