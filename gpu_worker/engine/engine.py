@@ -265,6 +265,7 @@ class Engine:
             self._remove(sequence)
         elif self._drafter is not None:
             self._planner.settle(sequence)
+            self._drafter.guess(sequence)
         return NewEntries(sequence.request_id, sequence.attempt, sequence.choice, tuple(entries), finish)
 
     def _unite(self, request_id: RequestId) -> None:
