@@ -36,7 +36,7 @@ class NullRunner:
         self._token = DrawnToken(7)
 
     def run(self, plan: BatchPlan) -> list[DrawnToken]:
-        return [self._token for chunk in plan.chunks if chunk.is_sampling]
+        return [self._token for chunk in plan.chunks if chunk.is_sampling for _ in range(1 + len(chunk.draft))]
 
     def forget(self, sequence: EngineSequence) -> None:
         pass
