@@ -13,7 +13,9 @@ changes when tokens come and never which, as far as the model keeps its promise 
 * All drafts of a step take at most half of the tokens and of the time that the decoding sequences leave; prompts have
   the rest.
 * A draft is as long as it pays (`Acceptance`), by what a token costs in the step beside those that are computed anyway.
-* Penalties look at the tokens drawn before: sequences with some have no drafts.
+* Guesses are made when tokens are known, for every sequence and whether they pay or not: what is drawn tells how good
+  they were.
+* Penalties look at the tokens drawn before: sequences with some have no guesses.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class DraftState:
-    """What is remembered of one sequence. `guess`: the tokens that were expected to follow at its last lookup."""
+    """What is remembered of one sequence. `guess`: tokens that may follow its last known one."""
 
     __slots__ = ("acceptance", "guess", "index")
 
@@ -85,17 +87,24 @@ class Drafter:
         return extended
 
     def note(self, chunk: PlannedChunk, drawn: list[int]) -> None:
-        """What followed the last known token of a chunk's sequence, before any stop rule: the tokens that hold."""
-        state = chunk.sequence.draft_state
-        if state is None or not state.guess:
-            return
-        num_right = count_equal(state.guess, drawn)
-        state.acceptance.note(num_right, is_wrong_then=num_right < min(len(state.guess), len(drawn)))
-        state.guess = ()
+        """The tokens that hold were drawn behind the last known one of a chunk's sequence, before any stop rule."""
         if chunk.draft:
             self.num_drafts += 1
             self.num_draft_tokens += len(chunk.draft)
             self.num_accepted_tokens += len(drawn) - 1
+        state = chunk.sequence.draft_state
+        if state is not None:
+            num_right = count_equal(state.guess, drawn)
+            state.acceptance.note(num_right, is_wrong_then=num_right < min(len(state.guess), len(drawn)))
+
+    def guess(self, sequence: Sequence) -> None:
+        """`sequence` knows new tokens: guess those that follow."""
+        if sequence.has_penalties:
+            return
+        state = sequence.draft_state
+        if state is None:
+            state = sequence.draft_state = DraftState(self._config)
+        state.guess = state.index.continuation(sequence.token_ids, self._config.num_tokens)
 
     def _price(self, step_units: float, num_streams: int) -> float:
         """What a unit more costs in a step of `step_units`, where what the step costs for each of its streams is 1;
@@ -104,17 +113,13 @@ class Drafter:
         return self._cost.unit_s * num_streams / step_s if step_s > 0.0 else 0.0
 
     def _draft(self, sequence: Sequence, price: float, most: int) -> tuple[int, ...]:
-        """The worthwhile part of a new guess, which is of one token at least."""
-        if sequence.has_penalties:
-            return ()
+        """The worthwhile part of the guess."""
         state = sequence.draft_state
         if state is None:
-            state = sequence.draft_state = DraftState(self._config)
+            return ()
         # The last token that a sequence may come to is drawn and never computed.
-        most = min(most, self._config.num_tokens, max_known(sequence, self._max_model_len) - sequence.num_known - 1)
-        length = state.acceptance.worthwhile(price, most)
-        state.guess = state.index.continuation(sequence.token_ids, max(1, length))
-        return state.guess[:length]
+        most = min(most, len(state.guess), max_known(sequence, self._max_model_len) - sequence.num_known - 1)
+        return state.guess[: state.acceptance.worthwhile(price, most)]
 
     def _fit(self, sequence: Sequence, draft: tuple[int, ...], *, may_allocate: bool) -> tuple[int, ...]:
         """As much of `draft` as there are blocks for, which the sequence then has."""

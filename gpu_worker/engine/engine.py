@@ -334,6 +334,7 @@ class Engine:
             self._remove(sequence)
         elif self._drafter is not None:
             self._planner.settle(sequence)
+            self._drafter.guess(sequence)
         return sequence, tokens[:num_gained], finish
 
     def _unite(self, request_id: RequestId) -> None:

@@ -60,7 +60,8 @@ class EchoModel:
         plan = self._plan
         if all(chunk.start >= chunk.sequence.num_prompt_tokens for chunk in plan.chunks):
             self._pace()
-        return [_draw(chunk.sequence) for chunk in plan.chunks if chunk.is_sampling]
+        sampling = (chunk for chunk in plan.chunks if chunk.is_sampling)
+        return [_draw(chunk.sequence, ahead) for chunk in sampling for ahead in range(1 + len(chunk.draft))]
 
     def forget(self, sequence: Sequence) -> None:
         """There is nothing to forget."""
@@ -103,8 +104,8 @@ async def _serve(config: MockWorkerConfig) -> None:
         await bus.close()
 
 
-def _draw(sequence: Sequence) -> DrawnToken:
-    return DrawnToken(sequence.token_ids[sequence.num_output % sequence.num_prompt_tokens])
+def _draw(sequence: Sequence, ahead: int) -> DrawnToken:
+    return DrawnToken(sequence.token_ids[(sequence.num_output + ahead) % sequence.num_prompt_tokens])
 
 
 if __name__ == "__main__":

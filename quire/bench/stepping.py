@@ -45,7 +45,8 @@ class NullRunner:
         self._plan = plan
 
     def finish(self) -> list[DrawnToken]:
-        return [self._token for chunk in self._plan.chunks if chunk.is_sampling]
+        sampling = (chunk for chunk in self._plan.chunks if chunk.is_sampling)
+        return [self._token for chunk in sampling for _ in range(1 + len(chunk.draft))]
 
     def forget(self, sequence: EngineSequence) -> None:
         pass

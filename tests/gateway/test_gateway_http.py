@@ -273,7 +273,9 @@ async def test_the_number_of_series_is_constant(site: Site) -> None:
             "vllm:gpu_cache_usage_perc", "vllm:num_preemptions_total", "vllm:num_preemption",
             "vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_bucket",
             "vllm:time_per_output_token_seconds_bucket", "vllm:inter_token_latency_seconds_bucket",
-            "vllm:e2e_request_latency_seconds_bucket", "vllm:request_success_total"} <= names  # fmt: skip
+            "vllm:e2e_request_latency_seconds_bucket", "vllm:request_success_total",
+            "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total",
+            "vllm:spec_decode_num_accepted_tokens_total"} <= names  # fmt: skip
 
 
 async def test_secrets_stay_out_of_logs_and_errors(site: Site, caplog: pytest.LogCaptureFixture) -> None:

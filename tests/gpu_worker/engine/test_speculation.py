@@ -171,6 +171,7 @@ def make_drafter(num_streams: int, *, max_step_s: float = 1.0) -> tuple[StepCost
         sequence = make_sequence(f"r{i}", PHRASE * 3, max_tokens=90)
         sequence.num_computed = sequence.num_known - 1
         sequence.block_ids = pool.allocate(2)
+        drafter.guess(sequence)
         chunks.append(PlannedChunk(sequence, sequence.num_computed, 1, is_sampling=True))
     return cost, drafter, chunks
 

@@ -11,8 +11,10 @@ import pytest
 from gpu_worker.engine.sequence import SequenceStatus
 from quire.bench import growth, step, stepping
 from quire.bench.queued_policy import QueuedPolicy
-from quire.bench.stepping import Bench, NullRunner
+from quire.bench.step import StepConfig
+from quire.bench.stepping import Bench, NullRunner, make_sequence
 from shared.errors import ConfigError
+from shared.speculation import SpeculationConfig
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,18 @@ def test_prompts_can_be_timed(cache_dir: str, capsys: pytest.CaptureFixture[str]
     """With --prefill the steps that compute the prompts should be timed: one for two short prompts."""
     assert step.main(["--quick", "--prefill", f"--cache-dir={cache_dir}"]) == 0
     assert "prompts: 1 steps" in capsys.readouterr().out
+
+
+def test_drafts_are_counted() -> None:
+    """With speculation all tokens that came should be counted, not a token a step, and drafts be shown."""
+    speculation = SpeculationConfig(num_tokens=3, lookup_max=1, lookup_min=1)
+    bench = Bench(NullRunner(64), max_model_len=256, max_num_seqs=4, budget=64, speculation=speculation)
+    bench.add(make_sequence(i, [7, 7], max_tokens=100) for i in range(2))
+    times = bench.step(10)
+    assert times.num_drafted == times.num_accepted == 9 * 2 * 3
+    assert times.num_drawn == 2 * 10 + times.num_accepted
+    shown = step._format("title", times, StepConfig(batch=2))
+    assert "drafts: 54 tokens, 100 % of them right, 3.70 tokens a step and sequence" in shown
 
 
 @pytest.mark.parametrize(("flag", "words"), [("--context=5000", "takes 4096"), ("--batch=4096", "does not fit")])
