@@ -16,6 +16,7 @@ from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.inputs import StepInputs
 from gpu_worker.model.kv_layout import KvCache
 from gpu_worker.model.packed_weights import PackedLayer, PackedModel, PackedProjection
+from kernels.cpu.arena import make_buffer
 from kernels.cpu.attention import (
     AttentionBuffers,
     AttentionShape,
@@ -132,27 +133,27 @@ class CpuDecoder:
         mixed = self._make_floats(rows, config.num_heads * config.head_size)
         gated = self._make_floats(rows, config.intermediate_size)
         return _Buffers(
-            hidden=torch.empty((rows, config.hidden_size)),
+            hidden=make_buffer(rows, config.hidden_size, dtype=torch.float32),
             normed=self._make_rows(rows, config.hidden_size),
             mixed=mixed,
             mixed_rows=self._make_rows(rows, config.num_heads * config.head_size, mixed),
             gated=gated,
             gated_rows=self._make_rows(rows, config.intermediate_size, gated),
-            qkv=torch.empty((rows, self._shape.qkv_width)),
+            qkv=make_buffer(rows, self._shape.qkv_width, dtype=torch.float32),
             wanted=self._make_rows(sequences, config.hidden_size),
-            logits=torch.empty((sequences, config.vocab_size)),
+            logits=make_buffer(sequences, config.vocab_size, dtype=torch.float32),
             best=torch.empty(sequences, dtype=torch.int64),
             attention=make_buffers(self._shape, rows, capacity.max_blocks * capacity.block_size),
         )
 
     def _make_floats(self, num_rows: int, width: int) -> Tensor:
         padded = -(-width // _PAD_COLUMNS) * _PAD_COLUMNS
-        return torch.zeros((num_rows, padded), dtype=self._shape.kv.dtype)
+        return make_buffer(num_rows, padded, dtype=self._shape.kv.dtype)
 
     def _make_rows(self, num_rows: int, width: int, floats: Tensor | None = None) -> _Rows:
         """A linear's input; `floats` themselves where weights are not quantized."""
         if self._weights.is_quantized:
-            values = torch.zeros((num_rows, quantized_bytes(width)), dtype=torch.int8)
+            values = make_buffer(num_rows, quantized_bytes(width), dtype=torch.int8)
             return _Rows(values, torch.zeros(num_rows))
         return _Rows(self._make_floats(num_rows, width) if floats is None else floats)
 
