@@ -17,6 +17,7 @@ from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.inputs import StepCapacity, StepInputs
 from gpu_worker.model.kv_layout import KvCache
 from gpu_worker.model.packed_weights import PackedLayer, PackedModel, PackedProjection
+from kernels.cpu.arena import make_buffer
 from kernels.cpu.attention import (
     AttentionBuffers,
     AttentionShape,
@@ -155,23 +156,23 @@ class CpuDecoder:
             mixed_rows=self._make_rows(rows, config.num_heads * config.head_size, mixed),
             gated=gated,
             gated_rows=self._make_rows(rows, config.intermediate_size, gated),
-            qkv=torch.empty((rows, self._shape.qkv_width)),
-            logits=torch.empty((wanted, config.vocab_size)),
+            qkv=make_buffer(rows, self._shape.qkv_width, dtype=torch.float32),
+            logits=make_buffer(wanted, config.vocab_size, dtype=torch.float32),
             best=torch.empty(wanted, dtype=torch.int64),
         )
 
     def _make_flow(self, num_rows: int, capacity: StepCapacity) -> _Flow:
         attention = make_buffers(self._shape, num_rows, capacity.max_blocks * capacity.block_size)
-        return _Flow(torch.empty((num_rows, self._config.hidden_size)), attention)
+        return _Flow(make_buffer(num_rows, self._config.hidden_size, dtype=torch.float32), attention)
 
     def _make_floats(self, num_rows: int, width: int) -> Tensor:
         padded = -(-width // _PAD_COLUMNS) * _PAD_COLUMNS
-        return torch.zeros((num_rows, padded), dtype=self._shape.kv.dtype)
+        return make_buffer(num_rows, padded, dtype=self._shape.kv.dtype)
 
     def _make_rows(self, num_rows: int, width: int, floats: Tensor | None = None) -> _Rows:
         """A linear's input; `floats` themselves where weights are not quantized."""
         if self._weights.is_quantized:
-            values = torch.zeros((num_rows, quantized_bytes(width)), dtype=torch.int8)
+            values = make_buffer(num_rows, quantized_bytes(width), dtype=torch.int8)
             return _Rows(values, torch.zeros(num_rows))
         return _Rows(self._make_floats(num_rows, width) if floats is None else floats)
 

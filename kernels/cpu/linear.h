@@ -1,8 +1,13 @@
 /* What the linear kernels of all weight types share: how an op is cut into tiles, and how sums become outputs. */
 #pragma once
+#include "amx.h"
 #include "ops.h"
 
+#include <immintrin.h>
+
 #define MAX_TILE_PANELS 4
+/* Up to so many rows four panels are taken at a time, for enough independent sums. */
+#define FEW_ROWS 4
 
 /* One tile: `num_panels` neighbouring panels times rows [first_row, first_row + num_rows) of x and y. `next` are the
  * panels of the tile that this thread will probably take next (in this op; its own again at the end). */
@@ -13,17 +18,40 @@ typedef struct linear_tile {
     int64_t first_row, num_rows;
 } linear_tile;
 
-/* sums[r][p]: 16 outputs of row first_row + r in panel first_panel + p. Adds the bias, then stores, adds or gates. */
+/* Sums of some rows by some panels: 16 outputs lie together, `row` and `panel` floats on begin those of the next. */
+typedef struct sums {
+    const float *first;
+    int64_t row, panel;
+} sums;
+
+/* Adds the bias to sums of rows from first_row and panels from first_panel on, then stores, adds or gates. */
 void linear_finish(const linear_args *args, int64_t first_row, int64_t num_rows, int64_t first_panel,
-                   int64_t num_panels, float sums[][MAX_TILE_PANELS][LANES]);
+                   int64_t num_panels, sums sums);
 
 /* Bring the outputs that linear_finish will write into the cache: it would wait for most of them, as weights have
  * passed through it since. */
-void linear_prefetch_outputs(const linear_args *args, int64_t first_row, int64_t num_rows, int64_t first_panel,
-                             int64_t num_panels);
+static inline void linear_prefetch_outputs(const linear_args *args, int64_t first_row, int64_t num_rows,
+                                           int64_t first_panel, int64_t num_panels) {
+    const int64_t size = args->out_dtype == BF16 ? 2 : 4, per_output = args->epilogue == SILU_MUL ? 2 : 1;
+    const int64_t begin = first_panel * LANES / per_output * size;
+    const int64_t end = begin + num_panels * LANES / per_output * size;
+    for (int64_t row = first_row; row < first_row + num_rows; row++) {
+        const char *y = (const char *)args->y + row * args->y_stride * size;
+        for (int64_t offset = begin; offset < end; offset += 64) _mm_prefetch(y + offset, _MM_HINT_T1);
+    }
+}
 
 /* Bytes of a panel of 16 outputs. */
 int64_t panel_bytes(const weight *weight);
 
+/* Whether a linear over so many rows is computed on AMX tiles. Float sums depend on it: so the number of rows decides for
+ * int8 only. Of that 12 rows are one pass of AVX-512, which is memory's limit. */
+static inline int uses_amx(const weight *weight, int64_t num_rows) {
+    if (!HAS_AMX) return 0;
+    return weight->dtype == BF16 ? weight->in % 32 == 0 : weight->dtype == INT8 && weight->in % 64 == 0 && num_rows > 12;
+}
+
+void float_tile(const linear_args *args, const linear_tile *tile);
+void amx_tile(const linear_args *args, const linear_tile *tile);
 void int8_tile(const linear_args *args, const linear_tile *tile);
 void int4_tile(const linear_args *args, const linear_tile *tile);

@@ -111,7 +111,7 @@ static void multiply_panels(const linear_args *args, const linear_tile *tile, in
         if (row == tile->first_row) look_ahead(&pass, tile, (panel + p) * bytes, bytes);
         MULTIPLY[rows](&pass, (float(*)[MAX_TILE_PANELS][LANES])y[0][p]);
     }
-    linear_finish(args, row, rows, tile->first_panel + panel, count, y);
+    linear_finish(args, row, rows, tile->first_panel + panel, count, (sums){y[0][0], MAX_TILE_PANELS * LANES, LANES});
 }
 
 void int4_tile(const linear_args *args, const linear_tile *tile) {

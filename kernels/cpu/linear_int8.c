@@ -13,8 +13,6 @@
 #include <immintrin.h>
 
 #define MAX_ROWS 12
-/* Up to here four panels at a time, for enough independent sums. */
-#define FEW_ROWS 4
 /* Bytes ahead, of all panels at a time together, into L2 as in linear.c. */
 #define LOOK_AHEAD 8192
 
@@ -142,7 +140,7 @@ void int8_tile(const linear_args *args, const linear_tile *tile) {
             };
             linear_prefetch_outputs(args, row, rows, first_panel, panels);
             (num_passes == 1 ? MULTIPLY_ONCE : MULTIPLY_AGAIN)[panels][rows](&pass, y);
-            linear_finish(args, row, rows, first_panel, panels, y);
+            linear_finish(args, row, rows, first_panel, panels, (sums){y[0][0], MAX_TILE_PANELS * LANES, LANES});
             done += rows;
         }
         panel += panels;
