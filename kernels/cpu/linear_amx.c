@@ -1,5 +1,5 @@
-/* y = x · Wᵀ on AMX tiles (amx.h): bfloat16 with `in` a multiple of 32, any number of rows; int8 with `in` a multiple of
- * 64, many rows.
+/* y = x · Wᵀ on AMX tiles (amx.h): bfloat16 with `in` a multiple of 32, any number of rows; int8 with `in` a multiple
+ * of 64, many rows.
  *
  * A product takes 16 rows × 64 bytes of x as they lie, as many numbers × 16 outputs of a panel as they lie, and adds to
  * a register of sums. Each sum is one chain of products from the first number to the last, whatever the number of rows,
@@ -14,8 +14,8 @@
  *   end from the tile that this thread will probably take next.
  * - The others find them in L2. Its loads are their limit then, so `in` is cut into parts, of which both panels
  *   stay in L1 while the blocks pass by; their sums wait in a buffer (exactly: they are floats there, too). The tile's
- *   rows of x stay in L2 from panel to panel. Prefetching the next panels meanwhile gained nothing: it takes the fill
- *   buffers that loads from L2 need.
+ *   rows of x stay in L2 from panel to panel. Prefetching the next panels or the outputs meanwhile gained
+ *   nothing.
  */
 #include "linear.h"
 
@@ -29,7 +29,7 @@
  * up to PART_ROWS rows sums are better kept in registers. */
 #define PART_STEPS 8
 #define PART_ROWS 128
-/* Bytes ahead, of both panels together, into L2. 1 row, ms a gate_up of 896 · 9728: 1.06; with 2048 and 8192 1.13, 1.25. */
+/* Bytes ahead, of both panels together, into L2. One row by 896 · 9728 took 1.06 ms; with 2048 and 8192 1.13, 1.25. */
 #define LOOK_AHEAD 4096
 
 /* A block's sums: a register's rows lie together. */

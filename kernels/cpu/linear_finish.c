@@ -23,13 +23,14 @@ static __m512 silu(__m512 z) {
     return _mm512_mul_ps(z, _mm512_fmadd_ps(guess, error, guess));
 }
 
-static void gate(const linear_args *args, int64_t first_row, int64_t num_rows, int64_t panel,
-                 sums sums) {
+static void gate(const linear_args *args, int64_t first_row, int64_t num_rows, int64_t panel, sums sums) {
     const __m512 gate_bias = bias_of(args, panel), up_bias = bias_of(args, panel + 1);
     const __mmask16 lanes = lanes_of(args->weight.out / 2, panel / 2);
     for (int64_t r = 0; r < num_rows; r++) {
-        const __m512 z = _mm512_add_ps(_mm512_load_ps(sums.first + r * sums.row), gate_bias);
-        const __m512 y = _mm512_mul_ps(silu(z), _mm512_add_ps(_mm512_load_ps(sums.first + r * sums.row + sums.panel), up_bias));
+        const float *from = sums.first + r * sums.row;
+        const __m512 z = _mm512_add_ps(_mm512_load_ps(from), gate_bias);
+        const __m512 up = _mm512_add_ps(_mm512_load_ps(from + sums.panel), up_bias);
+        const __m512 y = _mm512_mul_ps(silu(z), up);
         const int64_t at = (first_row + r) * args->y_stride + panel / 2 * LANES;
         if (args->out_dtype == BF16)
             _mm256_mask_storeu_epi16((uint16_t *)args->y + at, lanes, to_bf16(y));
@@ -38,8 +39,7 @@ static void gate(const linear_args *args, int64_t first_row, int64_t num_rows, i
     }
 }
 
-static void store(const linear_args *args, int64_t first_row, int64_t num_rows, int64_t panel,
-                  sums sums) {
+static void store(const linear_args *args, int64_t first_row, int64_t num_rows, int64_t panel, sums sums) {
     const __m512 bias = bias_of(args, panel);
     const __mmask16 lanes = lanes_of(args->weight.out, panel);
     float *y = (float *)args->y + first_row * args->y_stride + panel * LANES;

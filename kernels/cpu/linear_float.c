@@ -3,7 +3,8 @@
  * An accumulator register holds 16 outputs of one row and is summed along `in` from first to last by one instruction
  * a pair (bfloat16) or number (float32): that order is the same for any number of rows, tiles and threads.
  *
- * Rows of a tile (linear.c) are taken MAX_ROWS at a time (a pass), so that MAX_ROWS × 2 accumulators stay in registers; later passes read the panels from the cache.
+ * Rows of a tile (linear.c) are taken MAX_ROWS at a time (a pass), so that MAX_ROWS × 2 accumulators stay in registers;
+ * later passes read the panels from the cache.
  *
  * - Few rows (one pass): memory is the limit. Panels are prefetched LOOK_AHEAD, beyond the tile's end from the tile that
  *   this thread will probably take next.
@@ -127,7 +128,8 @@ void float_tile(const linear_args *args, const linear_tile *tile) {
             };
             linear_prefetch_outputs(args, tile->first_row + row, rows, tile->first_panel + panel, panels);
             MULTIPLY[is_bf16][panels][rows](&pass, sums);
-            linear_finish(args, tile->first_row + row, rows, tile->first_panel + panel, panels, (struct sums){sums[0][0], MAX_TILE_PANELS * LANES, LANES});
+            linear_finish(args, tile->first_row + row, rows, tile->first_panel + panel, panels,
+                          (struct sums){sums[0][0], MAX_TILE_PANELS * LANES, LANES});
             row += rows;
         }
         panel += panels;
