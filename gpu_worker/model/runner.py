@@ -63,6 +63,16 @@ class Decoder(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """A plan whose inputs were filled in, with what that says of how it is computed. `is_greedy`: each of its sampling
+    chunks only wants likeliest tokens."""
+
+    plan: BatchPlan
+    padding: Padding | None
+    is_greedy: bool
+
+
 class DecoderRunner:
     """A `ModelRunner` over a decoder. One thread uses it.
 
@@ -76,7 +86,7 @@ class DecoderRunner:
         self._graphs = graphs
         self._model, self._cache, self._inputs, self._sampler = model, cache, inputs, sampler
         self._spare = inputs.twin()
-        self._prepared: tuple[BatchPlan, Padding | None] | None = None
+        self._prepared: _Filled | None = None
         self._finish: Callable[[], list[DrawnToken]] | None = None
         self._times = PartTimes()
         self.card = card
@@ -124,20 +134,21 @@ class DecoderRunner:
     def prepare(self, plan: BatchPlan) -> None:
         """Fill in `plan`, which is probably started next."""
         with self._times.part("inputs"):
-            self._prepared = (plan, self._fill(self._spare, plan))
+            self._prepared = self._fill(self._spare, plan)
 
     def start(self, plan: BatchPlan) -> None:
         """Begin to write KV for all tokens of `plan` and to draw one token for each sampling chunk, and one more for
         each token of its draft."""
         assert self._finish is None, "the step before was not finished"
-        sequences, positions = _draws(plan)
         with torch.inference_mode():
             if not plan.chunks:
                 self._finish = list
-            elif self._graphs is None and all(map(is_plainly_greedy, sequences)):
-                self._finish = self._start_best(plan)
+                return
+            filled = self._send(plan)
+            if self._graphs is None and filled.is_greedy:
+                self._finish = self._start_best()
             else:
-                self._finish = self._start_drawing(self._start_logits(plan), sequences, positions)
+                self._finish = self._start_drawing(self._start_logits(filled), *_draws(plan))
 
     def finish(self) -> list[DrawnToken]:
         """The tokens of the step that was started, in plan order."""
@@ -157,7 +168,7 @@ class DecoderRunner:
     def compute_logits(self, plan: BatchPlan) -> torch.Tensor:
         """Write KV for all tokens of `plan`; raw logits [tokens to draw, model's vocabulary] float32."""
         with torch.inference_mode():
-            return self._start_logits(plan)()
+            return self._start_logits(self._send(plan))()
 
     def profile(self) -> dict[str, float]:
         """Seconds by part since the runner was made (`bench step --profile` shows what a step adds to them). A name
@@ -165,16 +176,14 @@ class DecoderRunner:
         ops = {f"forward.{name}": seconds for name, seconds in self._model.profile().items()}
         return self._times.seconds() | ops
 
-    def _start_logits(self, plan: BatchPlan) -> Callable[[], torch.Tensor]:
-        padding = self._send(plan)
+    def _start_logits(self, filled: _Filled) -> Callable[[], torch.Tensor]:
         with self._times.part("start"):
-            if self._graphs is not None and padding is not None:
-                logits = self._graphs.replay(padding)[: len(plan.chunks)]
+            if self._graphs is not None and filled.padding is not None:
+                logits = self._graphs.replay(filled.padding)[: len(filled.plan.chunks)]
                 return lambda: logits
             return self._timed(self._model.start_logits(self._inputs, self._cache))
 
-    def _start_best(self, plan: BatchPlan) -> Callable[[], list[DrawnToken]]:
-        self._send(plan)
+    def _start_best(self) -> Callable[[], list[DrawnToken]]:
         with self._times.part("start"):
             wait = self._timed(self._model.start_best(self._inputs, self._cache, self.vocab_size))
         return lambda: list(map(DrawnToken, wait()))
@@ -205,23 +214,23 @@ class DecoderRunner:
 
         return timed
 
-    def _send(self, plan: BatchPlan) -> Padding | None:
+    def _send(self, plan: BatchPlan) -> _Filled:
         """Have the inputs of `plan` in `_inputs`, as the model reads them."""
-        prepared, self._prepared = self._prepared, None
+        filled, self._prepared = self._prepared, None
         with self._times.part("start"):
-            if prepared is not None and prepared[0] is plan:
+            if filled is not None and filled.plan is plan:
                 self._inputs, self._spare = self._spare, self._inputs
                 self._inputs.complete(plan)
-                padding = prepared[1]
             else:
-                padding = self._fill(self._inputs, plan)
+                filled = self._fill(self._inputs, plan)
             self._inputs.send()
-        return padding
+        return filled
 
-    def _fill(self, inputs: StepInputs, plan: BatchPlan) -> Padding | None:
+    def _fill(self, inputs: StepInputs, plan: BatchPlan) -> _Filled:
         padding = None if self._graphs is None else self._graphs.padding_for(plan)
         inputs.fill(plan, padding)
-        return padding
+        is_greedy = all(is_plainly_greedy(chunk.sequence) for chunk in plan.chunks if chunk.is_sampling)
+        return _Filled(plan, padding, is_greedy)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has left the batch: free its sampling row."""
