@@ -1,5 +1,6 @@
 /* The tiles of attention and their merge. See attention.h for the order of operations. */
 #include "attention.h"
+#include "attention_amx.h"
 #include "attention_keys.h"
 #include "attention_products.h"
 #include "exp2.h"
@@ -8,35 +9,29 @@
 #include <math.h>
 #include <string.h>
 
-/* Thread-own memory of a tile of M rows. */
-typedef struct workspace {
-    char *query;  /* [M, head_size] of the cache's dtype */
-    char *scores; /* [M, KEY_TILE] float, then weights in the cache's dtype at the same stride */
-    float *best, *total, *sums;             /* [M], [M], [M, head_size]: of this split */
-    float *all_best, *all_total, *all_sums; /* of the splits before */
-    float *new_best, *shrink;               /* [M padded to LANES] */
-    char *copies;
-} workspace;
+/* A tile of the op is some units, each of which brings the next one's first keys near. Of short contexts that is most of
+ * what there is to read. */
+#define MAX_UNITS 4
+#define TILES_PER_THREAD 8
 
-/* `bytes` from `*next` on, 64-byte aligned. */
+/* The next `bytes`, a multiple of 64. */
 static void *take(char **next, int64_t bytes) {
     void *taken = *next;
-    *next += ceil_div(bytes, 64) * 64;
+    *next += bytes;
     return taken;
 }
 
 static workspace open_workspace(const attention_args *a, int64_t M) {
-    const int64_t padded = ceil_div(M, LANES) * LANES, copies = STRIPS * strip_bytes(a->cache_dtype, a->head_size);
-    const int64_t bytes = M * (2 * a->head_size * 4 + SCORE_STRIDE + QUERY_STRIDE(0)) + 6 * padded * 4 + copies + 10 * 64;
-    char *next = scratch(bytes);
+    const int64_t rows = ceil_div(M, LANES) * LANES, copies = STRIPS * strip_bytes(a->cache_dtype, a->head_size);
+    const int64_t query_bytes = rows * QUERY_STRIDE(a->cache_dtype == BF16), sum_bytes = rows * a->head_size * 4;
+    char *next = scratch(query_bytes + rows * SCORE_STRIDE + 2 * sum_bytes + 6 * rows * 4 + copies);
     workspace w;
-    w.query = take(&next, M * QUERY_STRIDE(a->cache_dtype == BF16));
-    w.scores = take(&next, M * SCORE_STRIDE);
-    w.sums = take(&next, M * a->head_size * 4);
-    w.all_sums = take(&next, M * a->head_size * 4);
-    w.best = take(&next, padded * 4), w.total = take(&next, padded * 4);
-    w.all_best = take(&next, padded * 4), w.all_total = take(&next, padded * 4);
-    w.new_best = take(&next, padded * 4), w.shrink = take(&next, padded * 4);
+    w.query = take(&next, query_bytes);
+    w.scores = take(&next, rows * SCORE_STRIDE);
+    w.sums = take(&next, sum_bytes), w.all_sums = take(&next, sum_bytes);
+    w.best = take(&next, rows * 4), w.total = take(&next, rows * 4);
+    w.all_best = take(&next, rows * 4), w.all_total = take(&next, rows * 4);
+    w.new_best = take(&next, rows * 4), w.shrink = take(&next, rows * 4);
     w.copies = take(&next, copies);
     return w;
 }
@@ -47,7 +42,9 @@ static void take_queries(const attention_args *a, const attention_tile *item, in
     const char *from = (const char *)a->query + (item->first_row * a->heads + kv_head * group) * bytes;
     for (int64_t row = 0; row < item->num_rows; row++)
         for (int64_t head = 0; head < group; head++, out += QUERY_STRIDE(a->cache_dtype == BF16))
-            memcpy(out, from + (row * a->heads + head) * bytes, (size_t)bytes);
+            for (int64_t i = 0; i < bytes; i += 32)
+                _mm256_store_si256((__m256i *)(out + i),
+                                   _mm256_loadu_si256((const __m256i *)(from + (row * a->heads + head) * bytes + i)));
 }
 
 /* Scores of keys from `visible` on become −inf; returns the row's best. */
@@ -84,9 +81,8 @@ static inline __attribute__((always_inline)) float weigh(int is_bf16, float *sco
  * m / group of its keys. */
 static inline __attribute__((always_inline)) void attend_tile(int is_bf16, const attention_args *a, const workspace *w,
                                                               const key_tile *tile, const key_tile *next,
-                                                              int64_t num_strips, int64_t first, int64_t M,
-                                                              int64_t visible) {
-    const int64_t size = a->head_size, group = a->heads / a->kv_heads;
+                                                              int64_t first, int64_t M, int64_t visible) {
+    const int64_t num_strips = tile->num_strips, size = a->head_size, group = a->heads / a->kv_heads;
     score_rows(is_bf16, w->query, tile, num_strips, first, M, size, w->scores);
     for (int64_t m = first; m < M; m++) {
         const float best = best_score((float *)(w->scores + m * SCORE_STRIDE), num_strips, visible + m / group);
@@ -104,61 +100,123 @@ static inline __attribute__((always_inline)) void attend_tile(int is_bf16, const
     mix_rows(is_bf16, w->scores, tile, next, num_strips, first, M, size, w->shrink, w->sums);
 }
 
+/* all_sums = all_sums · kept + sums · added */
+static inline void add_sums(const float *sums, float added, int64_t head_size, float kept, float *all_sums) {
+    const __m512 old = _mm512_set1_ps(kept), own = _mm512_set1_ps(added);
+    for (int64_t i = 0; i < head_size; i += LANES) {
+        const __m512 rest = _mm512_mul_ps(_mm512_loadu_ps(all_sums + i), old);
+        _mm512_storeu_ps(all_sums + i, _mm512_fmadd_ps(_mm512_loadu_ps(sums + i), own, rest));
+    }
+}
+
 /* Add a split's (best, total, sums) to those of the splits before it. */
 static void add_split(float best, float total, const float *sums, int64_t head_size, float *all_best, float *all_total,
                       float *all_sums) {
     const float new_best = best > *all_best ? best : *all_best;
     _Alignas(64) float factors[LANES] = {*all_best - new_best, best - new_best};
     _mm512_store_ps(factors, exp2_ps(_mm512_load_ps(factors)));
-    const __m512 old = _mm512_set1_ps(factors[0]), own = _mm512_set1_ps(factors[1]);
-    for (int64_t i = 0; i < head_size; i += LANES) {
-        const __m512 kept = _mm512_mul_ps(_mm512_loadu_ps(all_sums + i), old);
-        _mm512_storeu_ps(all_sums + i, _mm512_fmadd_ps(_mm512_loadu_ps(sums + i), own, kept));
-    }
+    add_sums(sums, factors[1], head_size, factors[0], all_sums);
     *all_total = fmaf(total, factors[1], *all_total * factors[0]);
     *all_best = new_best;
 }
 
-/* Splits [from, to) of an item for one KV head, one after another. The result is in all_best, all_total, all_sums. */
-static inline __attribute__((always_inline)) void attend_splits(int is_bf16, const attention_args *a,
-                                                                const attention_tile *item, const key_source *source,
-                                                                const workspace *w, int32_t from, int32_t to) {
-    const int64_t group = a->heads / a->kv_heads, M = item->num_rows * group, size = a->head_size;
-    const int32_t first_position = item->num_keys - item->num_rows;
-    for (int32_t split = from; split < to; split++) {
-        const int32_t end = (split + 1) * SPLIT < item->num_keys ? (split + 1) * SPLIT : item->num_keys;
-        int64_t first = 0;
-        for (int32_t start = split * SPLIT; start < end; start += KEY_TILE) {
-            const int32_t num_keys = end - start < KEY_TILE ? end - start : KEY_TILE;
-            const int64_t seeing = start > first_position ? (start - first_position) * group : 0;
-            if (start == split * SPLIT) {
-                first = seeing;
-                for (int64_t m = first; m < M; m++) w->best[m] = -INFINITY, w->total[m] = 0;
-                memset(w->sums + first * size, 0, (size_t)((M - first) * size * 4));
-            }
-            key_tile tile, next;
-            find_strips(source, start, (int32_t)ceil_div(num_keys, STRIP), &tile);
-            const int has_next = peek_keys(source, start + KEY_TILE, &next);
-            attend_tile(is_bf16, a, w, &tile, has_next ? &next : &tile, ceil_div(num_keys, STRIP), seeing, M, first_position + 1 - start);
-        }
-        if (split == from) {
-            memcpy(w->all_best, w->best, (size_t)M * 4);
-            memcpy(w->all_total, w->total, (size_t)M * 4);
-            memcpy(w->all_sums, w->sums, (size_t)(M * size) * 4);
-            continue;
-        }
-        for (int64_t m = first; m < M; m++)
-            add_split(w->best[m], w->total[m], w->sums + m * size, size, &w->all_best[m], &w->all_total[m],
-                      w->all_sums + m * size);
+/* add_split for rows [first, M). */
+static void add_splits(const workspace *w, int64_t first, int64_t M, int64_t head_size) {
+    for (int64_t m = first; m < M; m += LANES) {
+        const __mmask16 rows = M - m < LANES ? (__mmask16)((1u << (M - m)) - 1) : 0xffff;
+        const __m512 best = _mm512_maskz_loadu_ps(rows, w->best + m);
+        const __m512 old = _mm512_maskz_loadu_ps(rows, w->all_best + m);
+        const __m512 new_best = _mm512_max_ps(best, old);
+        const __m512 kept = exp2_ps(_mm512_sub_ps(old, new_best)), added = exp2_ps(_mm512_sub_ps(best, new_best));
+        const __m512 total = _mm512_mul_ps(_mm512_maskz_loadu_ps(rows, w->all_total + m), kept);
+        _mm512_mask_storeu_ps(w->all_best + m, rows, new_best);
+        _mm512_mask_storeu_ps(w->all_total + m, rows,
+                              _mm512_fmadd_ps(_mm512_maskz_loadu_ps(rows, w->total + m), added, total));
+        _Alignas(64) float factors[2][LANES];
+        _mm512_store_ps(factors[0], kept), _mm512_store_ps(factors[1], added);
+        for (int64_t r = 0; r < LANES && m + r < M; r++)
+            add_sums(w->sums + (m + r) * head_size, factors[1][r], head_size, factors[0][r],
+                     w->all_sums + (m + r) * head_size);
     }
 }
 
-/* out = sums / total */
+static void swap(float **a, float **b) {
+    float *held = *a;
+    *a = *b, *b = held;
+}
+
+/* The split's best, total and sums become those of all splits so far. */
+static void keep_split(workspace *w) {
+    swap(&w->best, &w->all_best), swap(&w->total, &w->all_total), swap(&w->sums, &w->all_sums);
+}
+
+/* A KV head of an item. */
+typedef struct unit {
+    const attention_tile *item;
+    int64_t kv_head;
+    int32_t from, to; /* splits */
+    key_source source;
+} unit;
+
+static unit unit_at(const attention_args *a, const step *step, int64_t index) {
+    const attention_tile *item = &((const attention_plan *)a->plan)->tiles[index / a->kv_heads];
+    const kv_layout layout = kv_layout_of(a->cache_dtype, a->head_size, a->block_size, a->block_stride);
+    const int64_t kv_head = index % a->kv_heads;
+    return (unit){
+        .item = item,
+        .kv_head = kv_head,
+        .from = item->split < 0 ? 0 : item->split,
+        .to = item->split < 0 ? num_splits(item) : item->split + 1,
+        .source =
+            {
+                .cache = (const char *)a->cache + kv_head * layout.head_bytes,
+                .blocks = step->block_tables + item->sequence * step->table_stride,
+                .layout = layout,
+                .dtype = a->cache_dtype,
+                .block_size = (int32_t)a->block_size,
+                .head_size = (int32_t)a->head_size,
+                .num_keys = step->context_lens[item->sequence],
+            },
+    };
+}
+
+/* A unit's splits, one after another. The result is in all_best, all_total, all_sums. */
+static inline __attribute__((always_inline)) void attend_splits(int is_bf16, int on_tiles, const attention_args *a,
+                                                                const unit *unit, workspace *w, const key_tile *after) {
+    const attention_tile *item = unit->item;
+    const int64_t group = a->heads / a->kv_heads, M = item->num_rows * group, size = a->head_size;
+    const int32_t first_position = item->num_keys - item->num_rows;
+    for (int32_t split = unit->from; split < unit->to; split++) {
+        const int32_t begin = split * SPLIT, end = begin + SPLIT < item->num_keys ? begin + SPLIT : item->num_keys;
+        const int64_t first = begin > first_position ? (begin - first_position) * group : 0;
+        for (int64_t m = first; m < M; m++) w->best[m] = -INFINITY, w->total[m] = 0;
+        memset(w->sums + first * size, 0, (size_t)((M - first) * size * 4));
+        for (int32_t start = begin; start < end; start += KEY_TILE) {
+            const int32_t num_keys = end - start < KEY_TILE ? end - start : KEY_TILE;
+            const int64_t seeing = start > first_position ? (start - first_position) * group : 0;
+            const int is_last = split + 1 == unit->to && start + KEY_TILE >= end;
+            key_tile tile, following;
+            if (!is_last) peek_keys(&unit->source, start + KEY_TILE, &following);
+            find_strips(&unit->source, start, (int32_t)ceil_div(num_keys, STRIP), &tile);
+            const key_tile *next = !is_last ? &following : after->num_strips ? after : &tile;
+            if (on_tiles)
+                attend_on_tiles(a, w, &tile, next, seeing, M, first_position + 1 - start);
+            else
+                attend_tile(is_bf16, a, w, &tile, next, seeing, M, first_position + 1 - start);
+        }
+        if (split == unit->from)
+            keep_split(w);
+        else
+            add_splits(w, first, M, size);
+    }
+}
+
+/* out = sums / total, to about an ulp */
 static void write_out(const attention_args *a, const float *sums, float total, int64_t row, int64_t head) {
     const int64_t at = row * a->out_stride + head * a->head_size;
-    const __m512 divisor = _mm512_set1_ps(total);
+    const __m512 factor = _mm512_set1_ps(1.0f / total);
     for (int64_t i = 0; i < a->head_size; i += LANES) {
-        const __m512 value = _mm512_div_ps(_mm512_loadu_ps(sums + i), divisor);
+        const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(sums + i), factor);
         if (a->out_dtype == BF16)
             _mm256_storeu_si256((__m256i *)((uint16_t *)a->out + at + i), (__m256i)_mm512_cvtneps_pbh(value));
         else
@@ -181,40 +239,60 @@ static void write_partial(const attention_args *a, const workspace *w, int64_t m
     best[0] = w->all_best[m], best[1] = w->all_total[m];
 }
 
-static void run_attention(const void *args, const step *step, int64_t tile, int thread, int num_threads) {
-    const attention_args *a = args;
-    const attention_tile *item = &((const attention_plan *)a->plan)->tiles[tile / a->kv_heads];
-    const int64_t kv_head = tile % a->kv_heads, group = a->heads / a->kv_heads, M = item->num_rows * group;
-    const workspace w = open_workspace(a, M);
-    const kv_layout layout = kv_layout_of(a->cache_dtype, a->head_size, a->block_size, a->block_stride);
-    const key_source source = {
-        .cache = (const char *)a->cache + kv_head * layout.head_bytes,
-        .blocks = step->block_tables + item->sequence * step->table_stride,
-        .layout = layout,
-        .dtype = a->cache_dtype,
-        .block_size = (int32_t)a->block_size,
-        .head_size = (int32_t)a->head_size,
-        .num_keys = step->context_lens[item->sequence],
-        .copies = w.copies,
-    };
-    take_queries(a, item, kv_head, w.query);
-    const int32_t from = item->split < 0 ? 0 : item->split, to = item->split < 0 ? num_splits(item) : from + 1;
-    if (a->cache_dtype == BF16)
-        attend_splits(1, a, item, &source, &w, from, to);
+/* `after`: keys that are going to be read next. */
+static void attend_unit(const attention_args *a, unit *unit, const key_tile *after) {
+    const attention_tile *item = unit->item;
+    const int64_t group = a->heads / a->kv_heads, M = item->num_rows * group;
+    workspace w = open_workspace(a, M);
+    unit->source.copies = w.copies;
+    take_queries(a, item, unit->kv_head, w.query);
+    if (uses_tiles(a))
+        attend_splits(1, 1, a, unit, &w, after);
+    else if (a->cache_dtype == BF16)
+        attend_splits(1, 0, a, unit, &w, after);
     else
-        attend_splits(0, a, item, &source, &w, from, to);
+        attend_splits(0, 0, a, unit, &w, after);
     for (int64_t m = 0; m < M; m++) {
-        const int64_t row = m / group, head = kv_head * group + m % group;
+        const int64_t row = m / group, head = unit->kv_head * group + m % group;
         if (item->split < 0)
             write_out(a, w.all_sums + m * a->head_size, w.all_total[m], item->first_row + row, head);
-        else if (from * SPLIT <= item->num_keys - item->num_rows + row)
-            write_partial(a, &w, m, item->first_partial + from * item->num_rows + row, head);
+        else if (unit->from * SPLIT <= item->num_keys - item->num_rows + row)
+            write_partial(a, &w, m, item->first_partial + unit->from * item->num_rows + row, head);
+    }
+}
+
+static int64_t num_units(const attention_args *a) { return ((const attention_plan *)a->plan)->num_tiles * a->kv_heads; }
+
+static int64_t units_per_tile(const attention_args *a, int num_threads) {
+    const int64_t wanted = num_units(a) / (TILES_PER_THREAD * num_threads);
+    return wanted < 1 ? 1 : wanted > MAX_UNITS ? MAX_UNITS : wanted;
+}
+
+static void run_attention(const void *args, const step *step, int64_t tile, int thread, int num_threads) {
+    const attention_args *a = args;
+    const int64_t size = units_per_tile(a, num_threads), all = num_units(a);
+    const int64_t end = (tile + 1) * size < all ? (tile + 1) * size : all;
+    unit current = unit_at(a, step, tile * size);
+    if (uses_tiles(a)) {
+        key_tile begin;
+        peek_keys(&current.source, current.from * SPLIT, &begin);
+        bring_keys(&begin, a->head_size);
+        shape_tiles();
+    }
+    for (int64_t index = tile * size; index < end; index++) {
+        key_tile after = {.num_strips = 0};
+        unit next = current;
+        if (index + 1 < end) {
+            next = unit_at(a, step, index + 1);
+            peek_keys(&next.source, next.from * SPLIT, &after);
+        }
+        attend_unit(a, &current, &after);
+        current = next;
     }
 }
 
 static int64_t num_attention_tiles(const void *args, const step *step, int num_threads) {
-    const attention_args *a = args;
-    return ((const attention_plan *)a->plan)->num_tiles * a->kv_heads;
+    return ceil_div(num_units(args), units_per_tile(args, num_threads));
 }
 
 const op_class attention_class = {.num_tiles = num_attention_tiles, .run_tile = run_attention};

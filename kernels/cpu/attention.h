@@ -9,6 +9,9 @@
  * KV head, split), which leaves best, total and sum of its split in `partial` for the merge; the plan chooses the
  * latter where an item would keep one thread busy while others have nothing left.
  *
+ * Products are of vectors (attention_products.c), or of AMX tiles (attention_amx.c: bfloat16, head sizes that are
+ * multiples of 32, for any number of rows); these have their own order of operations within a key tile.
+ *
  * Numbers: within a split keys are taken in tiles of KEY_TILE. Each has its scores (summed over the head in order), its
  * best, its total (of floats, not of the rounded weights) and adds its products to the sums, which were scaled to the
  * new best before. After a split its (best, total, sums) are added to those of the splits before. All these are the

@@ -24,23 +24,30 @@ static inline int64_t strip_bytes(int32_t dtype, int64_t head_size) {
     return 2 * STRIP * head_size * element_bytes(dtype);
 }
 
-/* A run of `count` keys of one block, from `offset` on, to keys `to` .. of a strip. */
-static void copy_run(const key_source *source, const char *part, int32_t offset, int32_t count, int32_t to,
-                     char *keys, char *values) {
-    const int64_t size = source->head_size, block_size = source->block_size;
-    const int64_t words = source->dtype == BF16 ? size / 2 : size;
+/* `count` keys of one block, from `offset` on, to keys `to` .. of a strip. */
+static void copy_keys(const key_source *source, const char *part, int32_t offset, int32_t count, int32_t to,
+                      char *keys) {
+    const int64_t words = source->dtype == BF16 ? source->head_size / 2 : source->head_size;
     for (int64_t i = 0; i < words; i++)
-        memcpy(keys + (i * STRIP + to) * 4, part + (i * block_size + offset) * 4, (size_t)count * 4);
+        memcpy(keys + (i * STRIP + to) * 4, part + (i * source->block_size + offset) * 4, (size_t)count * 4);
+}
+
+/* Likewise of values. */
+static void copy_values(const key_source *source, const char *part, int32_t offset, int32_t count, int32_t to,
+                        char *values) {
+    const int64_t size = source->head_size, key_bytes = size * element_bytes(source->dtype);
     const char *from = part + source->layout.key_bytes;
-    if (source->dtype == F32 || (offset % 2 == 0 && to % 2 == 0 && count % 2 == 0)) {
-        const int64_t key_bytes = size * element_bytes(source->dtype);
-        memcpy(values + to * key_bytes, from + offset * key_bytes, (size_t)(count * key_bytes));
-        return;
+    int32_t k = 0;
+    if (source->dtype == F32 || (offset % 2 == 0 && to % 2 == 0)) {
+        k = source->dtype == F32 ? count : count / 2 * 2;
+        memcpy(values + to * key_bytes, from + offset * key_bytes, (size_t)(k * key_bytes));
     }
-    for (int64_t k = 0; k < count; k++) {
-        const uint16_t *in = (const uint16_t *)from + (offset + k) / 2 * size * 2 + (offset + k) % 2;
-        uint16_t *out = (uint16_t *)values + (to + k) / 2 * size * 2 + (to + k) % 2;
-        for (int64_t d = 0; d < size; d++) out[2 * d] = in[2 * d];
+    for (; k < count; k++) { /* one half of each pair */
+        const uint32_t *in = (const uint32_t *)from + (offset + k) / 2 * size;
+        uint32_t *out = (uint32_t *)values + (to + k) / 2 * size;
+        const int in_shift = (offset + k) % 2 * 16, out_shift = (to + k) % 2 * 16;
+        for (int64_t d = 0; d < size; d++)
+            out[d] = (out[d] & ~(0xffffu << out_shift)) | (in[d] >> in_shift & 0xffffu) << out_shift;
     }
 }
 
@@ -49,43 +56,52 @@ static void copy_strip(const key_source *source, int32_t position, int32_t count
     if (count < STRIP) memset(keys, 0, (size_t)strip_bytes(source->dtype, source->head_size));
     for (int32_t done = 0, run; done < count; done += run) {
         const int32_t block = (position + done) / source->block_size, offset = (position + done) % source->block_size;
+        const char *part = source->cache + source->blocks[block] * source->layout.block_bytes;
         run = source->block_size - offset < count - done ? source->block_size - offset : count - done;
-        copy_run(source, source->cache + source->blocks[block] * source->layout.block_bytes, offset, run, done, keys,
-                 values);
+        copy_keys(source, part, offset, run, done, keys);
+        copy_values(source, part, offset, run, done, values);
     }
 }
 
-/* The strips of the keys from `start` on. */
-static void find_strips(const key_source *source, int32_t start, int32_t num_strips, key_tile *out) {
-    const int64_t bytes = strip_bytes(source->dtype, source->head_size);
-    const int is_in_place = source->block_size % STRIP == 0;
-    out->key_stride = is_in_place ? source->block_size * 4 : STRIP * 4;
-    for (int32_t i = 0; i < num_strips; i++) {
-        const int32_t position = start + i * STRIP, left = source->num_keys - position;
-        char *copy = source->copies + i * bytes;
-        if (!is_in_place || left < STRIP) {
-            copy_strip(source, position, left < STRIP ? left : STRIP, copy, copy + bytes / 2);
-            out->keys[i] = copy;
-            out->values[i] = copy + bytes / 2;
-        }
-        if (!is_in_place) continue;
-        const int32_t block = position / source->block_size, offset = position % source->block_size;
+/* Where strips begin from `start` on: all of them, where blocks hold a multiple of 16 tokens. */
+static void point_at_strips(const key_source *source, int32_t start, int32_t num_strips, key_tile *out) {
+    int32_t block = start / source->block_size, offset = start % source->block_size;
+    out->key_stride = source->block_size * 4;
+    out->num_strips = num_strips;
+    for (int32_t i = 0; i < num_strips; i++, offset += STRIP) {
+        for (; offset >= source->block_size; offset -= source->block_size) block++;
         const char *part = source->cache + source->blocks[block] * source->layout.block_bytes;
         out->keys[i] = part + offset * 4;
-        if (left >= STRIP)
-            out->values[i] = part + source->layout.key_bytes
-                             + offset * source->head_size * element_bytes(source->dtype);
+        out->values[i] = part + source->layout.key_bytes + offset * source->head_size * element_bytes(source->dtype);
     }
 }
 
-/* Where the keys from `start` on lie, to bring them near; 0: there are none. Only the block table is read. */
-static int peek_keys(const key_source *source, int32_t start, key_tile *out) {
-    if (start >= source->num_keys) return 0;
-    out->key_stride = source->block_size * 4;
-    for (int32_t i = 0; i < STRIPS; i++) {
-        const int32_t position = start + i * STRIP < source->num_keys ? start + i * STRIP : start;
-        const int32_t block = position / source->block_size, offset = position % source->block_size;
-        out->keys[i] = source->cache + source->blocks[block] * source->layout.block_bytes + offset * 4;
+/* The strips of the keys from `start` on; values behind the context are zeros. */
+static void find_strips(const key_source *source, int32_t start, int32_t num_strips, key_tile *out) {
+    const int64_t bytes = strip_bytes(source->dtype, source->head_size);
+    const int32_t last = num_strips - 1, left = source->num_keys - start - last * STRIP; /* from the last strip on */
+    if (source->block_size % STRIP == 0) {
+        point_at_strips(source, start, num_strips, out);
+        if (left >= STRIP) return;
+        const char *part = out->values[last] - source->layout.key_bytes;
+        memset(source->copies, 0, (size_t)(bytes / 2));
+        copy_values(source, part, 0, left, 0, source->copies);
+        out->values[last] = source->copies;
+        return;
     }
-    return 1;
+    out->key_stride = STRIP * 4;
+    out->num_strips = num_strips;
+    for (int32_t i = 0; i < num_strips; i++) {
+        char *copy = source->copies + i * bytes;
+        copy_strip(source, start + i * STRIP, i < last || left > STRIP ? STRIP : left, copy, copy + bytes / 2);
+        out->keys[i] = copy;
+        out->values[i] = copy + bytes / 2;
+    }
+}
+
+/* About where the keys from `start` on lie, to bring them near. Only the block table is read. */
+static void peek_keys(const key_source *source, int32_t start, key_tile *out) {
+    const int32_t left = source->num_keys - start, strips = left > 0 ? (int32_t)ceil_div(left, STRIP) : 0;
+    point_at_strips(source, start, strips < STRIPS ? strips : STRIPS, out);
+    for (int64_t i = out->num_strips; out->num_strips && i < STRIPS; i++) out->keys[i] = out->keys[0];
 }

@@ -14,7 +14,18 @@ typedef struct key_tile {
     const char *keys[STRIPS];
     const char *values[STRIPS];
     int64_t key_stride; /* bytes from a row of keys to the next */
+    int64_t num_strips;
 } key_tile;
+
+/* Thread-own memory for M rows, which are padded to a multiple of LANES; what padding holds doesn't matter. */
+typedef struct workspace {
+    char *query;  /* [M, head_size] of the cache's dtype */
+    char *scores; /* [M, KEY_TILE] float, then weights in the cache's dtype at the same stride */
+    float *best, *total, *sums;             /* [M], [M], [M, head_size]: of this split */
+    float *all_best, *all_total, *all_sums; /* of the splits before */
+    float *new_best, *shrink;               /* [M] */
+    char *copies;
+} workspace;
 
 /* Scores of rows [first, num_rows) with all keys of `num_strips` strips. */
 void score_rows(int is_bf16, const char *query, const key_tile *tile, int64_t num_strips, int64_t first,

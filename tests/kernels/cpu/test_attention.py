@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels.cpu.attention import SPLIT, AttentionShape, make_buffers, paged_attention, plan_bytes
 from kernels.cpu.build import CpuKernelsUnavailable
@@ -48,7 +50,7 @@ def test_equals_reference(dtype: torch.dtype, group: int, block_size: int, pool:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("head_size", [16, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_size", [16, 32, 64, 80, 96, 128, 256])
 def test_head_sizes(dtype: torch.dtype, head_size: int, pool: Pool) -> None:
     """Every head size that is a multiple of 16 should work, with more heads a group than a tile has rows, too."""
     check_against_reference(make_case(CONTEXTS, LENGTHS, head_size=head_size, dtype=dtype), pool)
@@ -105,7 +107,7 @@ def test_blocks_may_lie_anywhere(dtype: torch.dtype, pool: Pool) -> None:
     """Another order of blocks, and other block sizes, read in place or copied, should give the same bits."""
     expected = make_case(CONTEXTS, LENGTHS, dtype=dtype).run(pool)
     assert torch.equal(expected, make_case(CONTEXTS, LENGTHS, dtype=dtype, shuffle_seed=9).run(pool))
-    for block_size in (1, 3, 8, 24, 32, 256):
+    for block_size in (1, 3, 8, 17, 24, 32, 256):
         assert torch.equal(expected, make_case(CONTEXTS, LENGTHS, dtype=dtype, block_size=block_size).run(pool))
 
 
@@ -162,6 +164,33 @@ def test_cache_may_be_larger_than_int32_counts(pool: Pool) -> None:
     out = torch.empty(3, 4 * 16)
     paged_attention(pool, AttentionShape(heads=4, kv=kv), case.query, cache=cache, batch=case.batch, out=out)
     assert torch.equal(case.run(pool), out.unflatten(1, (4, 16)))
+
+
+def before_a_guarded_page(tensor: Tensor) -> Tensor:
+    """A copy of `tensor` whose last byte is the last of a page; reading the next one ends the process."""
+    num_bytes, page = tensor.numel() * tensor.element_size(), mmap.PAGESIZE
+    size = -(-num_bytes // page) * page
+    pages = torch.frombuffer(mmap.mmap(-1, size + page, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(pages.data_ptr() + size), ctypes.c_size_t(page), 0) == 0
+    made = pages[size - num_bytes : size].view(tensor.dtype).view(tensor.shape)
+    return made.copy_(tensor)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("head_size", [64, 80])
+@pytest.mark.parametrize("block_size", [1, 16, 17, 32])
+def test_nothing_outside_the_cache_is_read(dtype: torch.dtype, head_size: int, block_size: int, pool: Pool) -> None:
+    """A cache that fills its pages to the last byte should be read without a look beyond."""
+    context = 2 * block_size + (block_size + 1) // 2
+    case = make_case([context, context], [1, context], head_size=head_size, block_size=block_size, dtype=dtype)
+    kv = KvShape(kv_heads=2, head_size=head_size, block_size=block_size, dtype=dtype)
+    tables = case.batch.block_tables
+    last = int(tables[tables < len(case.keys)].max())
+    cache = before_a_guarded_page(pack_blocks(case.keys, case.values, kv)[: last + 1])
+    out = torch.empty(len(case.query), 8 * head_size)
+    paged_attention(pool, AttentionShape(heads=8, kv=kv), case.query, cache=cache, batch=case.batch, out=out)
+    assert torch.equal(out, case.run(pool).flatten(1))
 
 
 def test_no_room_for_splits_changes_no_bits(pools: dict[int, Pool], monkeypatch: pytest.MonkeyPatch) -> None:
