@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from quire import __version__
+from quire.bench.peers import kind_of
 
 _PACKAGES = ("torch", "triton", "transformers", "redis", "aiohttp")
 
@@ -27,12 +28,21 @@ def describe() -> dict[str, object]:
     }
 
 
+def kind() -> str | None:
+    """Which of the machines that others were measured on this is like (`peers.py`)."""
+    return kind_of(_cpuinfo())
+
+
 def _cpu_model() -> str:
+    names = (line.partition(":")[2].strip() for line in _cpuinfo().splitlines() if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _cpuinfo() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+        return ""
 
 
 def _version(package: str) -> str | None:

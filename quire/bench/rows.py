@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.bench import workloads
 from quire.bench.bounds import Bounds, Lengths
+from quire.bench.peers import PEERS, Peer
 
 Result = Mapping[str, Any]
 """What was measured of one configuration, as `table.py` writes it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
-    """What another program gave on 2 cores of an AMD EPYC (Zen 4), 2026-11-29: a reference, not of this run."""
-
-    name: str
-    figure: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +26,7 @@ class Aim:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """`figure` is a key of a workload's medians, or of the result itself when there is no workload; shown times
-    `scale`. `bound` is in the unit shown."""
+    `scale`. `bound` is in the unit shown; `peer` is the reference for machines like this one, if there is one."""
 
     label: str
     configuration: str
@@ -72,7 +65,9 @@ class Measured:
             return None
         if aim.of_bound:
             return None if self.bound is None else aim.factor * self.bound
-        return aim.factor * (self.row.peer.figure if aim.of_peer and self.row.peer else 1.0)
+        if aim.of_peer:
+            return None if self.row.peer is None else aim.factor * self.row.peer.figure
+        return aim.factor
 
     @property
     def is_reached(self) -> bool | None:
@@ -80,6 +75,12 @@ class Measured:
         if self.limit is None or self.has_errors:
             return None
         return self.ours >= self.limit if self.row.is_higher_better else self.ours <= self.limit
+
+
+def rows_for(kind: str | None) -> tuple[Row, ...]:
+    """All rows, with the references of a kind of machine (`peers.py`); None: there are none."""
+    known = PEERS.get(kind or "", {})
+    return tuple(replace(row, peer=known.get((row.label, row.configuration))) for row in ROWS)
 
 
 def evaluate(rows: Sequence[Row], results: Mapping[str, Result], bounds: Mapping[str, Bounds]) -> list[Measured]:
@@ -145,57 +146,56 @@ def _w4_first(bounds: Bounds) -> float:
     return bounds.prefill([len(intruder.prompt or ()) if intruder is not None else 0])
 
 
-def _w1(configuration: str, aim: Aim | None, peer: Peer | None, bound: Callable[[Bounds], float] | None) -> Row:
+def _w1(configuration: str, aim: Aim | None, bound: Callable[[Bounds], float] | None) -> Row:
     return Row(
         label="w1 time per output token", configuration=configuration, workload="w1", figure="tpot_ms_p50", unit="ms",
-        bound=bound, aim=aim, peer=peer,
+        bound=bound, aim=aim,
     )  # fmt: skip
 
 
-def _w2(configuration: str, aim: Aim | None, peer: Peer | None, bound: Callable[[Bounds], float] | None) -> Row:
+def _w2(configuration: str, aim: Aim | None, bound: Callable[[Bounds], float] | None) -> Row:
     return Row(
         label="w2 output", configuration=configuration, workload="w2", figure="output_tokens_per_s", unit="tokens/s",
-        is_higher_better=True, bound=bound, aim=aim, peer=peer,
+        is_higher_better=True, bound=bound, aim=aim,
     )  # fmt: skip
 
 
 _MEMORY = Row(
     label="resident memory beyond weights + KV", configuration="q05b-bf16", figure="memory_beyond_bytes", unit="GB",
-    scale=1e-9, aim=Aim(factor=0.6), peer=Peer(name="llama.cpp server", figure=0.3),
+    scale=1e-9, aim=Aim(factor=0.6),
 )  # fmt: skip
 _START = Row(
     label="start to ready, second start", configuration="q05b-bf16", figure="start_s", unit="s",
-    aim=Aim(factor=5), peer=Peer(name="OpenVINO GenAI", figure=1.0),
+    aim=Aim(factor=5),
 )  # fmt: skip
 
 ROWS: tuple[Row, ...] = (
-    _w1("q05b-bf16", Aim(factor=1.08, of_bound=True), Peer(name="vLLM CPU + zentorch, no HTTP", figure=31.2), _w1_ms),
+    _w1("q05b-bf16", Aim(factor=1.08, of_bound=True), _w1_ms),
     Row(
         label="w1 time to first token", configuration="q05b-bf16", workload="w1", figure="ttft_ms_p50", unit="ms",
-        bound=_w1_first_ms, aim=Aim(factor=0.93, of_peer=True), peer=Peer(name="vLLM CPU", figure=254),
+        bound=_w1_first_ms, aim=Aim(factor=0.93, of_peer=True),
     ),
-    _w2("q05b-bf16", Aim(factor=1.25, of_peer=True), Peer(name="vLLM CPU + zentorch", figure=175), _w2_rate),
-    _w2("q05b-int8", Aim(factor=1.4, of_peer=True), Peer(name="vLLM CPU + zentorch, W8A8", figure=260), _w2_rate),
+    _w2("q05b-bf16", Aim(factor=1.25, of_peer=True), _w2_rate),
+    _w2("q05b-int8", Aim(factor=1.4, of_peer=True), _w2_rate),
     Row(
         label="w3 wall, no prefix cache", configuration="q05b-bf16", workload="w3", figure="wall_s", unit="s",
-        bound=_w3_wall, aim=Aim(factor=0.87, of_peer=True), peer=Peer(name="vLLM CPU", figure=19.1),
+        bound=_w3_wall, aim=Aim(factor=0.87, of_peer=True),
     ),
     Row(
         label="w4 longest stall of a stream", configuration="q05b-bf16", workload="w4", figure="longest_stall_ms",
-        unit="s", scale=1e-3, aim=Aim(factor=0.25, of_peer=True), peer=Peer(name="OpenVINO GenAI", figure=0.68),
+        unit="s", scale=1e-3, aim=Aim(factor=0.25, of_peer=True),
     ),
     Row(
         label="w4 long prompt's time to first token", configuration="q05b-bf16", workload="w4", figure="long_ttft_ms",
         unit="s", scale=1e-3, bound=_w4_first, aim=Aim(factor=1.0, of_peer=True),
-        peer=Peer(name="OpenVINO GenAI", figure=5.17),
     ),
-    _w1("q05b-int8", Aim(factor=0.85, of_peer=True), Peer(name="llama.cpp server Q8_0", figure=19.9), _w1_ms),
-    _w1("q05b-int4", Aim(factor=0.85, of_peer=True), Peer(name="llama.cpp server Q4_0", figure=14.5), _w1_ms),
-    _w1("tiny-bf16", Aim(factor=1.5), Peer(name="llama.cpp server", figure=0.71), None),
-    _w2("tiny-bf16", Aim(factor=1.5, of_peer=True), Peer(name="llama.cpp server", figure=1745), None),
+    _w1("q05b-int8", Aim(factor=0.85, of_peer=True), _w1_ms),
+    _w1("q05b-int4", Aim(factor=0.85, of_peer=True), _w1_ms),
+    _w1("tiny-bf16", Aim(factor=1.5), None),
+    _w2("tiny-bf16", Aim(factor=1.5, of_peer=True), None),
     _MEMORY,
     _START,
-    _w1("test-bf16", None, None, None),
+    _w1("test-bf16", None, None),
     Row(label="start to ready, second start", configuration="test-bf16", figure="start_s", unit="s"),
     Row(label="resident memory beyond weights + KV", configuration="test-bf16", figure="memory_beyond_bytes",
         unit="GB", scale=1e-9),

@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
         known = machine_limits.better(known, again)
     bounds = {} if known is None else {c.name: _bounds(c, known) for c in chosen if _has_bounds(c, results[c.name])}
     document = _document(settings, known, bounds, results)
-    _show(document, rows.evaluate(rows.ROWS, results, bounds), bounds)
+    _show(document, rows.evaluate(rows.rows_for(machine.kind()), results, bounds), bounds)
     return 1 if any(map(_has_failed, results.values())) else 0
 
 
@@ -251,7 +251,7 @@ def _document(
         "settings": shown,
         "memory_definition": MEMORY_DEFINITION,
         "results": results,
-        "rows": [report.as_json(m) for m in rows.evaluate(rows.ROWS, results, bounds)],
+        "rows": [report.as_json(m) for m in rows.evaluate(rows.rows_for(machine.kind()), results, bounds)],
     }
 
 

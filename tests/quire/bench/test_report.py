@@ -13,10 +13,12 @@ import pytest
 from quire.bench import report, rows
 from quire.bench.bounds import STORAGES, Bounds
 from quire.bench.limits import Limits
+from quire.bench.peers import PEERS, ZEN4, Peer, kind_of
 from quire.bench.random_model import SHAPES
-from quire.bench.rows import Aim, Measured, Peer, Row
+from quire.bench.rows import Aim, Measured, Row
 
 MACHINE = Limits(threads=2, read_one=24e9, read=35.4e9, f32=238e9, bf16=473e9, int8=941e9)
+ROWS = rows.rows_for(ZEN4)
 BOUNDS = {"q05b-bf16": Bounds(SHAPES["q05b"], STORAGES["bf16"], MACHINE)}
 
 
@@ -40,7 +42,7 @@ def find(measured: list[Measured], label: str) -> Measured:
 
 def test_rows_take_their_figures() -> None:
     """Each row with a figure should be there in its unit, with the bound of this machine; the others should not."""
-    measured = rows.evaluate(rows.ROWS, {"q05b-bf16": make_result()}, BOUNDS)
+    measured = rows.evaluate(ROWS, {"q05b-bf16": make_result()}, BOUNDS)
     assert {m.row.label for m in measured} == {
         "w1 time per output token", "w1 time to first token", "resident memory beyond weights + KV",
         "start to ready, second start",
@@ -58,9 +60,20 @@ def test_every_row_names_what_is_measured() -> None:
 
     trace = Trace(sent_at=0.0, arrivals=[1.0, 2.0], num_output_tokens=2)
     figures = summarize([trace], 1.0) | summarize_intruder([trace], trace)
-    for row in rows.ROWS:
+    for row in ROWS:
         assert row.configuration in CONFIGURATIONS
         assert row.figure in figures if row.workload else row.figure in ("start_s", "memory_beyond_bytes")
+
+
+def test_references_are_those_of_the_kind_of_machine() -> None:
+    """Every reference should belong to a row, and a machine of no known kind should have none, and no aim by them."""
+    places = {(row.label, row.configuration) for row in ROWS}
+    assert all(set(known) <= places for known in PEERS.values())
+    assert kind_of("vendor_id : AuthenticAMD\nflags : sse avx512_bf16 fma\n") == ZEN4
+    assert kind_of("vendor_id : GenuineIntel\nflags : sse2\n") is None
+    (m, *_) = (m for m in rows.evaluate(rows.rows_for(None), {"q05b-bf16": make_result()}, BOUNDS)
+               if m.row.label == "w1 time to first token")  # fmt: skip
+    assert (m.row.peer, m.limit, m.is_reached) == (None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +97,14 @@ def test_an_aim_is_reached_or_not(aim: Aim | None, is_higher_better: bool, ours:
 def test_failed_requests_reach_nothing() -> None:
     """A figure with errors behind it should be marked and count as no success."""
     result = make_result(workloads={"w1": {"median": {"tpot_ms_p50": 1.0}, "errors": ["HTTP 500"]}})
-    (m, *_) = rows.evaluate(rows.ROWS, {"q05b-bf16": result}, BOUNDS)
+    (m, *_) = rows.evaluate(ROWS, {"q05b-bf16": result}, BOUNDS)
     assert m.is_reached is None
     assert "1.00 ms (errors!)" in report.results_table([m])
 
 
 def test_table_is_markdown() -> None:
     """Every line should have the same number of cells, and the cells what was measured."""
-    measured = rows.evaluate(rows.ROWS, {"q05b-bf16": make_result()}, BOUNDS)
+    measured = rows.evaluate(ROWS, {"q05b-bf16": make_result()}, BOUNDS)
     lines = report.results_table(measured).splitlines()
     assert {line.count("|") for line in lines} == {len(report.HEAD) + 1}
     assert lines[2] == ("| w1 time per output token, q05b-bf16 | 30.0 ms | 28.0 ms | 93 % | ≤ 1.08 × bound | yes "
@@ -102,7 +115,7 @@ def test_table_is_markdown() -> None:
 def test_a_peer_of_this_run_gets_its_columns() -> None:
     """The peer's figure should stand beside ours with the ratio."""
     peer = {"w1": {"median": {"tpot_ms_p50": 40.0}, "errors": []}}
-    measured = rows.evaluate(rows.ROWS, {"q05b-bf16": make_result(peer=peer)}, BOUNDS)
+    measured = rows.evaluate(ROWS, {"q05b-bf16": make_result(peer=peer)}, BOUNDS)
     lines = report.results_table(measured).splitlines()
     assert lines[2].endswith("| 40.0 ms | 0.75 |")
     assert lines[-1].endswith("| – | – |")
@@ -110,7 +123,7 @@ def test_a_peer_of_this_run_gets_its_columns() -> None:
 
 def test_without_limits_there_are_no_bounds() -> None:
     """Figures should be shown without a bound and a share, and the aim that needs it be open."""
-    (m, *_) = rows.evaluate(rows.ROWS, {"q05b-bf16": make_result()}, {})
+    (m, *_) = rows.evaluate(ROWS, {"q05b-bf16": make_result()}, {})
     assert (m.bound, m.share, m.is_reached) == (None, None, None)
     assert "| 30.0 ms | – | – |" in report.results_table([m])
 
@@ -118,7 +131,7 @@ def test_without_limits_there_are_no_bounds() -> None:
 def test_files_say_when_and_of_what(tmp_path: Path) -> None:
     """Names should hold date and commit, and the files what was given."""
     document = {"date": "2030-01-02", "machine": {"commit": "abc1234"}, "figures": [{"lost": math.nan, "kept": 1.5}]}
-    measured = rows.evaluate(rows.ROWS, {"q05b-bf16": make_result()}, BOUNDS)
+    measured = rows.evaluate(ROWS, {"q05b-bf16": make_result()}, BOUNDS)
     paths = report.write(
         report.make_folder("--out", str(tmp_path / "new")), "table", document, report.draw_table("t", measured)
     )

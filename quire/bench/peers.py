@@ -1,0 +1,48 @@
+"""What other programs gave on the kinds of machine that they were measured on: references, not of the run shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+W1, W1_FIRST, W2 = "w1 time per output token", "w1 time to first token", "w2 output"
+W3, W4, W4_FIRST = "w3 wall, no prefix cache", "w4 longest stall of a stream", "w4 long prompt's time to first token"
+MEMORY, START = "resident memory beyond weights + KV", "start to ready, second start"
+"""Labels of the table's rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """The program that led a row, in the row's unit."""
+
+    name: str
+    figure: float
+
+
+ZEN4 = "2 cores of an AMD EPYC (Zen 4), 2026-11-29"
+
+PEERS: dict[str, dict[tuple[str, str], Peer]] = {
+    ZEN4: {
+        (W1, "q05b-bf16"): Peer(name="vLLM CPU + zentorch, no HTTP", figure=31.2),
+        (W1_FIRST, "q05b-bf16"): Peer(name="vLLM CPU", figure=254),
+        (W2, "q05b-bf16"): Peer(name="vLLM CPU + zentorch", figure=175),
+        (W2, "q05b-int8"): Peer(name="vLLM CPU + zentorch, W8A8", figure=260),
+        (W3, "q05b-bf16"): Peer(name="vLLM CPU", figure=19.1),
+        (W4, "q05b-bf16"): Peer(name="OpenVINO GenAI", figure=0.68),
+        (W4_FIRST, "q05b-bf16"): Peer(name="OpenVINO GenAI", figure=5.17),
+        (W1, "q05b-int8"): Peer(name="llama.cpp server Q8_0", figure=19.9),
+        (W1, "q05b-int4"): Peer(name="llama.cpp server Q4_0", figure=14.5),
+        (W1, "tiny-bf16"): Peer(name="llama.cpp server", figure=0.71),
+        (W2, "tiny-bf16"): Peer(name="llama.cpp server", figure=1745),
+        (MEMORY, "q05b-bf16"): Peer(name="llama.cpp server", figure=0.3),
+        (START, "q05b-bf16"): Peer(name="OpenVINO GenAI", figure=1.0),
+    },
+}
+"""By kind of machine, label and configuration."""
+
+
+def kind_of(cpuinfo: str) -> str | None:
+    """The kind of machine that this content of /proc/cpuinfo is of; None: nothing was measured on such a one."""
+    words = set(cpuinfo.split())
+    if "AuthenticAMD" in words and "avx512_bf16" in words:
+        return ZEN4
+    return None
