@@ -39,7 +39,7 @@ def parse_speculative_config(text: str) -> SpeculationConfig | None:
         return None
     try:
         raw = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _refuse(text, f"not JSON ({error}); {_example()}") from None
     if not isinstance(raw, dict):
         raise _refuse(text, f"not a JSON object; {_example()}")

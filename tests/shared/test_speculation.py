@@ -57,7 +57,7 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], named: str) -> None:
     assert named in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["ngram", "[]", "5", '{"method": "ngram"}'])
+@pytest.mark.parametrize("text", ["ngram", "[]", "5", '{"method": "ngram"}', "[" * 100_000], ids=len)
 def test_other_texts_are_refused_with_an_example(text: str) -> None:
     """What is no such object should be answered with one."""
     with pytest.raises(ConfigError, match="say for example"):
