@@ -75,9 +75,7 @@ class Exchange:
             return await self._fail(error)
         except ConnectionError:
             self._end_early("cancelled")
-            if self._started is None:
-                raise
-            return self._started
+            return self._started or web.Response()  # nobody reads it
         except asyncio.CancelledError:
             self._end_cancelled(is_stream=is_stream)
             raise

@@ -18,6 +18,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,8 @@ READY_TIMEOUT_S = 1.0
 STILL_WAITING_S = 15.0
 STOP_MARGIN_S = 5.0
 """Over `drain_s`, before a child that was told to stop is killed."""
+NO_DRAIN_S = 2.0
+"""Instead of both for workers whose requests nobody can come for: the gateways are gone, and so will their Redis be."""
 
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Never through a proxy that the environment names: the gateways are on this machine."""
@@ -99,6 +102,14 @@ def _why_not_listening(error: OSError | UnicodeError) -> str:
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return "in use by another program; choose another port (0: any free one)"
     return str(getattr(error, "strerror", None) or error)
+
+
+def stop_order(names: Sequence[str], config: ServeConfig) -> list[tuple[list[str], float]]:
+    """Children in the order they are stopped, kind by kind, each kind with its seconds to end."""
+    drain_s = config.process.drain_s + STOP_MARGIN_S
+    worker_s = drain_s if config.process.redis_url else NO_DRAIN_S
+    graces = {"gateway": drain_s, "worker": worker_s, "scheduler": STOP_MARGIN_S, "redis": STOP_MARGIN_S}
+    return [([name for name in names if name.startswith(kind)], grace) for kind, grace in graces.items()]
 
 
 class _Cell:
@@ -195,9 +206,7 @@ class _Cell:
         return not waiting
 
     def _stop(self) -> None:
-        names = list(self._supervisor.pids())
-        order = [[name for name in names if name.startswith(kind)] for kind in ("gateway", "worker", "scheduler")]
-        self._supervisor.stop([*order, ["redis"]], self._config.process.drain_s + STOP_MARGIN_S)
+        self._supervisor.stop(stop_order(list(self._supervisor.pids()), self._config))
 
     def _url(self, port: int) -> str:
         return reachable_url(self._config.http.host, port)

@@ -146,14 +146,14 @@ class Supervisor:
             if child.restart_at is not None and time.monotonic() >= child.restart_at:
                 self._launch(child)
 
-    def stop(self, order: Sequence[Sequence[str]], grace_s: float) -> None:
-        """Stop the named groups one after another: SIGTERM, `grace_s` to end, then SIGKILL. A further stop signal
-        from now on kills all at once. Children that are not named are killed last."""
+    def stop(self, order: Sequence[tuple[Sequence[str], float]]) -> None:
+        """Stop the named groups one after another: SIGTERM, the group's seconds to end, then SIGKILL. A further stop
+        signal from now on kills all at once. Children that are not named are killed last."""
         self.is_settled = True
         for child in self._children.values():
             child.restart_at = None
         stops_before = self._signals.num_stops
-        for names in order:
+        for names, grace_s in order:
             group = [self._children.pop(name) for name in names if name in self._children]
             for child in group:
                 _send(child, signal.SIGTERM)

@@ -88,7 +88,8 @@ class EngineConfig:
     max_num_batched_tokens: int = setting(512, "most tokens in one step; prompts are cut to fit", minimum=1)
     max_step_ms: float = setting(150.0, "a step beside running streams takes only what fits in this time of prompts",
                                  minimum=1)  # fmt: skip
-    num_threads: int | None = setting(None, "compute threads; default: all cores, the launcher divides them", minimum=1)
+    num_threads: int | None = setting(None, "compute threads; default: all cores, the launcher divides them", minimum=1,
+                                      maximum=1024)  # fmt: skip
     seed: int = setting(0, "unused by sampling (requests carry their own); kept for vLLM's command lines", minimum=0)
     enforce_eager: bool = setting(False, "no CUDA graphs for decode steps")
     enable_prefix_caching: bool = setting(False, "reuse KV of equal prompt prefixes (not available yet)")

@@ -117,7 +117,7 @@ static void run_tile(const void *untyped, const step *step, int64_t index, int t
     };
 #if HAS_AMX
     if (uses_amx(&args->weight, cut.num_rows)) {
-        amx_tile(args, &tile);
+        (args->weight.dtype == BF16 && tile.num_rows <= FEW_ROWS ? amx_few_tile : amx_tile)(args, &tile);
         return;
     }
 #endif

@@ -53,5 +53,6 @@ static inline int uses_amx(const weight *weight, int64_t num_rows) {
 
 void float_tile(const linear_args *args, const linear_tile *tile);
 void amx_tile(const linear_args *args, const linear_tile *tile);
+void amx_few_tile(const linear_args *args, const linear_tile *tile);
 void int8_tile(const linear_args *args, const linear_tile *tile);
 void int4_tile(const linear_args *args, const linear_tile *tile);

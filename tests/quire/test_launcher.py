@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from quire import launcher
+from shared.config import ProcessConfig, ServeConfig
 from shared.errors import ConfigError
 
 
@@ -70,3 +71,11 @@ def test_password_is_not_shown(url: str, shown: str) -> None:
 def test_url_can_be_reached(host: str, url: str) -> None:
     """The address shown should be one to connect to, also when listening on all."""
     assert launcher.reachable_url(host, 80) == url
+
+
+@pytest.mark.parametrize(("redis_url", "worker_s"), [("", launcher.NO_DRAIN_S), ("redis://localhost", 12.0)])
+def test_workers_drain_only_for_clients_that_can_come_back(redis_url: str, worker_s: float) -> None:
+    """Gateways stop first, with time for their streams; workers behind a private Redis then work for nobody."""
+    config = ServeConfig(process=ProcessConfig(redis_url=redis_url, drain_s=7.0))
+    order = launcher.stop_order(["redis", "scheduler", "worker0", "worker1", "gateway0"], config)
+    assert order == [(["gateway0"], 12.0), (["worker0", "worker1"], worker_s), (["scheduler"], 5.0), (["redis"], 5.0)]

@@ -36,7 +36,7 @@ def supervisor(signals: Signals) -> Iterator[Supervisor]:
     made = Supervisor(signals, lambda line: None, lambda: None)
     made.is_settled = True
     yield made
-    made.stop([], 0)
+    made.stop([])
 
 
 def wait_for(supervisor: Supervisor, condition: Callable[[], bool], description: str) -> None:
@@ -62,7 +62,7 @@ def test_restarts_slow_down(signals: Signals) -> None:
     supervisor.is_settled = True
     supervisor.start(make_spec("a", "raise SystemExit(7)"))
     wait_for(supervisor, lambda: len(lines) >= 4, "four deaths")
-    supervisor.stop([], 0)
+    supervisor.stop([])
     assert [line.rpartition(" in ")[2] for line in lines[:4]] == ["0.1 s", "0.2 s", "0.4 s", "0.8 s"]
     assert "ended with exit code 7" in lines[0]
 
@@ -73,7 +73,7 @@ def test_wrong_setting_ends_the_start(signals: Signals) -> None:
     supervisor.start(make_spec("a", "raise SystemExit(2)"))
     with pytest.raises(StartFailed) as caught:
         wait_for(supervisor, lambda: False, "the refusal")
-    supervisor.stop([], 0)
+    supervisor.stop([])
     assert caught.value.exit_code == 2
 
 
@@ -83,7 +83,7 @@ def test_child_that_cannot_start_ends_the_start(signals: Signals) -> None:
     supervisor.start(make_spec("a", "raise SystemExit(9)"))
     with pytest.raises(StartFailed, match="exit code 9") as caught:
         wait_for(supervisor, lambda: False, "the third death")
-    supervisor.stop([], 0)
+    supervisor.stop([])
     assert caught.value.exit_code == 1
 
 
@@ -99,7 +99,7 @@ def test_child_that_cannot_be_run_is_tried_again(signals: Signals, tmp_path: Pat
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o700)
     wait_for(supervisor, lambda: "a" in supervisor.pids(), "a process")
-    supervisor.stop([], 0)
+    supervisor.stop([])
 
 
 def test_stop_goes_in_order_and_kills_what_does_not_end(signals: Signals, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_stop_goes_in_order_and_kills_what_does_not_end(signals: Signals, tmp_pa
     )
     wait_for(supervisor, lambda: ready.exists() and ready.read_text() == "xxxx", "all children to be up")
     pids = supervisor.pids()
-    supervisor.stop([["gateway"], ["worker"], ["scheduler"], ["redis"]], 0.5)
+    supervisor.stop([([name], 0.5) for name in ("gateway", "worker", "scheduler", "redis")])
     assert record.read_text().split() == ["gateway", "worker", "scheduler"]
     assert lines == ["redis: not stopped, killing"]
     assert [pid for pid in pids.values() if psutil.pid_exists(pid)] == []

@@ -62,9 +62,12 @@ def test_is_near_the_product(machine: Machine, dtype: torch.dtype, out_features:
 @dtypes
 @pytest.mark.parametrize("in_features", [96, 100, 928])
 def test_a_row_does_not_depend_on_its_batch(machine: Machine, dtype: torch.dtype, in_features: int) -> None:
-    """A row alone should equal the same row among any number of others, at any place."""
-    weight = torch.randn(72, in_features).to(dtype)
-    x = torch.randn(1100, in_features).to(dtype)
+    """A row alone should equal the same row among any number of others, at any place; products that are denormal,
+    too, which some instructions take for zero."""
+    weight, x = torch.randn(72, in_features), torch.randn(1100, in_features)
+    weight[::3] *= 1e-19
+    x[::5] *= 1e-19
+    weight, x = weight.to(dtype), x.to(dtype)
     alone = torch.cat([multiply(machine, row, weight) for row in x[:70].split(1)])
     for rows in range(1, 71):
         for first in {0, 70 - rows}:
