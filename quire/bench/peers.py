@@ -19,6 +19,7 @@ class Peer:
 
 
 ZEN4 = "2 cores of an AMD EPYC (Zen 4), 2026-11-29"
+XEON_AMX = "2 cores of an Intel Xeon with AMX, 2026-11-30"
 
 PEERS: dict[str, dict[tuple[str, str], Peer]] = {
     ZEN4: {
@@ -36,6 +37,18 @@ PEERS: dict[str, dict[tuple[str, str], Peer]] = {
         (MEMORY, "q05b-bf16"): Peer(name="llama.cpp server", figure=0.3),
         (START, "q05b-bf16"): Peer(name="OpenVINO GenAI", figure=1.0),
     },
+    XEON_AMX: {
+        (W1, "q05b-bf16"): Peer(name="OpenVINO GenAI, no HTTP", figure=49.3),
+        (W1_FIRST, "q05b-bf16"): Peer(name="vLLM CPU, no HTTP", figure=116),
+        (W2, "q05b-bf16"): Peer(name="vLLM CPU, no HTTP", figure=223),
+        (W2, "q05b-int8"): Peer(name="vLLM CPU, W8A8, no HTTP", figure=284),
+        (W4, "q05b-bf16"): Peer(name="OpenVINO GenAI, no HTTP", figure=0.33),
+        (W4_FIRST, "q05b-bf16"): Peer(name="OpenVINO GenAI, no HTTP", figure=2.43),
+        (W1, "q05b-int8"): Peer(name="vLLM CPU, W8A8, no HTTP", figure=41.1),
+        (W1, "tiny-bf16"): Peer(name="llama.cpp server", figure=0.91),
+        (W2, "tiny-bf16"): Peer(name="llama.cpp server", figure=1220),
+        (START, "q05b-bf16"): Peer(name="OpenVINO GenAI", figure=1.8),
+    },
 }
 """By kind of machine, label and configuration."""
 
@@ -45,4 +58,6 @@ def kind_of(cpuinfo: str) -> str | None:
     words = set(cpuinfo.split())
     if "AuthenticAMD" in words and "avx512_bf16" in words:
         return ZEN4
+    if "GenuineIntel" in words and "amx_bf16" in words:
+        return XEON_AMX
     return None

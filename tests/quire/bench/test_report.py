@@ -13,7 +13,7 @@ import pytest
 from quire.bench import report, rows
 from quire.bench.bounds import STORAGES, Bounds
 from quire.bench.limits import Limits
-from quire.bench.peers import PEERS, ZEN4, Peer, kind_of
+from quire.bench.peers import PEERS, XEON_AMX, ZEN4, Peer, kind_of
 from quire.bench.random_model import SHAPES
 from quire.bench.rows import Aim, Measured, Row
 
@@ -70,6 +70,7 @@ def test_references_are_those_of_the_kind_of_machine() -> None:
     places = {(row.label, row.configuration) for row in ROWS}
     assert all(set(known) <= places for known in PEERS.values())
     assert kind_of("vendor_id : AuthenticAMD\nflags : sse avx512_bf16 fma\n") == ZEN4
+    assert kind_of("vendor_id : GenuineIntel\nflags : amx_bf16 amx_int8\n") == XEON_AMX
     assert kind_of("vendor_id : GenuineIntel\nflags : sse2\n") is None
     (m, *_) = (m for m in rows.evaluate(rows.rows_for(None), {"q05b-bf16": make_result()}, BOUNDS)
                if m.row.label == "w1 time to first token")  # fmt: skip
