@@ -257,7 +257,7 @@ class BatchPlanner:
 
     def _prompt_units(self, decoding: list[PlannedChunk]) -> float:
         """How much of prompts a step beside `decoding` may compute."""
-        if not decoding:
+        if not decoding or self._max_step_s == math.inf:
             return math.inf
         spent = sum(self._cost.units(chunk.start, chunk.num_rows) for chunk in decoding)
         return max(MIN_PROMPT_UNITS, self._cost.units_within(self._max_step_s) - spent)

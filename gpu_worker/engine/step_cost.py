@@ -21,6 +21,9 @@ MIN_SPREAD = 0.05
 """Steps whose sizes differ less (standard deviation over mean) are of one size."""
 MAX_RISE = 2.0
 """A step counts as at most this many times the most that was to be expected: one that was interrupted is no measure."""
+MIN_FALL = 0.5
+"""A step that took less than this share of what was expected shows that what was learned is wrong (the first steps of a
+process fault their memory in): nothing makes a step faster than it can be. All is learned anew then."""
 FIRST_UNITS = 64.0
 """What is planned while nothing has been measured."""
 UNLIMITED = 1e9
@@ -59,6 +62,8 @@ class StepCost:
         """A step of `units` took `seconds`."""
         if units <= 0.0 or seconds <= 0.0:
             return
+        if seconds < MIN_FALL * self.step_s(units):
+            self._forget()
         if self._weight > 0.0:
             most_expected = self._seconds * max(1.0, units / self._units)
             seconds = min(seconds, MAX_RISE * most_expected)
@@ -72,6 +77,10 @@ class StepCost:
             self.unit_s = proportional
         self.unit_s = min(max(self.unit_s, 0.0), proportional)
         self.fixed_s = self._seconds - self.unit_s * self._units
+
+    def _forget(self) -> None:
+        self._has_slope = False
+        self._weight = self._units = self._seconds = self._spread = self._product = 0.0
 
     def _add(self, units: float, seconds: float) -> None:
         """West's weighted update of means and sums of deviations (CACM 22, 1979)."""

@@ -80,6 +80,16 @@ def test_planned_steps_come_near_their_time_and_never_far_beyond(memory_s: float
     assert taken[-1] >= 0.8 * seconds
 
 
+def test_a_cold_first_step_is_forgotten() -> None:
+    """A first step of many times its length should not keep the next ones short."""
+    cost = StepCost(0.0)
+    cost.observe(512.0, 1.3)
+    for _ in range(10):
+        planned = cost.units_within(0.15)
+        cost.observe(planned, 0.03 + 0.0003 * planned)
+    assert cost.units_within(0.15) == pytest.approx(400.0, rel=0.1)
+
+
 def test_an_interrupted_step_changes_little() -> None:
     """A step that slept for a minute should not shrink the next ones to nothing."""
     cost = StepCost(0.0)
