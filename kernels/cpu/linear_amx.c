@@ -1,5 +1,5 @@
-/* y = x · Wᵀ on AMX tiles (amx.h): bfloat16 with `in` a multiple of 32, any number of rows; int8 with `in` a multiple
- * of 64, many rows.
+/* y = x · Wᵀ on AMX tiles (amx.h): bfloat16 with `in` a multiple of 32 (up to FEW_ROWS rows in linear_amx_few.c, with the
+ * same bits); int8 with `in` a multiple of 64, many rows.
  *
  * A product takes 16 rows × 64 bytes of x as they lie, as many numbers × 16 outputs of a panel as they lie, and adds to
  * a register of sums. Each sum is one chain of products from the first number to the last, whatever the number of rows,
