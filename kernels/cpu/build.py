@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -30,6 +31,7 @@ _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Wno-unused-parameter",
           "-ffp-contract=off", "-fno-math-errno")  # fmt: skip
 COMPILE_TIMEOUT_S = 300.0
+_UNFINISHED = "unfinished-"
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 """Linux, x86-64: the system call, its code ARCH_REQ_XCOMP_PERM, and the processor state that tiles are."""
 
@@ -123,6 +125,7 @@ def build(
     """The library for these sources, compiled unless it is in the cache.
 
     Args:
+        isa: the instruction set to compile for.
         extra_flags: for the compiler, as `-fsanitize=address`.
         before_compiling: see `load_library`.
 
@@ -147,7 +150,10 @@ def build(
 
 
 def _compile(command: list[str], path: Path) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".so", delete=False) as file:
+    for left in path.parent.glob(f"{_UNFINISHED}*.so"):  # by somebody who was killed meanwhile
+        if time.time() - left.stat().st_mtime > COMPILE_TIMEOUT_S:
+            left.unlink(missing_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_UNFINISHED, suffix=".so", delete=False) as file:
         made = Path(file.name)
     try:
         done = subprocess.run([*command, "-o", str(made), "-lm"], capture_output=True, text=True,
