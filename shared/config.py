@@ -76,8 +76,8 @@ class EngineConfig:
     device: str = setting("auto", "where to compute; auto: CUDA if there is one", choices=("auto", "cpu", "cuda"))
     cpu_kernels: str = setting("auto", "compute on a CPU with the C kernels: auto (where compiler and processor allow "
                                "it), on, or off (torch)", choices=("auto", "on", "off"))  # fmt: skip
-    cpu_isa: str = setting("auto", "instruction set of the C kernels: amx where there is one, else avx512; tokens may "
-                           "differ between the two", choices=("auto", "amx", "avx512"))  # fmt: skip
+    cpu_isa: str = setting("auto", "instruction set of the C kernels: the greatest there is of amx, avx512, avx2; "
+                         "tokens may differ between them", choices=("auto", "amx", "avx512", "avx2"))  # fmt: skip
     cache_dir: str = setting("", "folder for converted models, packed weights and compiled kernels; default: "
                              "~/.cache/quire")  # fmt: skip
     block_size: int = setting(16, "tokens in a KV block", minimum=1, maximum=256)

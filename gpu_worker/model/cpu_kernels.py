@@ -55,15 +55,15 @@ def open_pool(config: WorkerConfig, layout: KvLayout) -> Pool | None:
 
 
 def _load_best(config: WorkerConfig) -> ctypes.CDLL:
-    """Of the best instruction set here; a compiler may be too old for AMX."""
+    """Of the best instruction set here; a compiler may be too old for the newest."""
     best = best_isa()
     try:
         return load_library(_cache_folder(config), best, _announce)
     except CpuKernelsUnavailable as error:
-        if best is Isa.AVX512:
+        if best is Isa.AVX2:
             raise
-        _log.warning("kernels.unavailable", why=error, instead=Isa.AVX512.value)
-        return load_library(_cache_folder(config), Isa.AVX512, _announce)
+        _log.warning("kernels.unavailable", why=error, instead=Isa.AVX2.value)
+        return load_library(_cache_folder(config), Isa.AVX2, _announce)
 
 
 def _announce() -> None:

@@ -5,10 +5,11 @@
  * (kv_cache.h), so these are loaded as they lie. A thread sets the shapes of its registers, which clears them; walk()
  * (pool.c) gives them up at the end of a run, so that no context switch has to save them. */
 #pragma once
+#include "isa.h"
+
 #include <stdint.h>
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
-#define HAS_AMX 1
+#if HAS_AMX
 #include <immintrin.h>
 
 #define TILE_ROWS 16
@@ -22,6 +23,4 @@ typedef struct tile_shapes {
     uint16_t row_bytes[16];
     uint8_t rows[16];
 } tile_shapes;
-#else
-#define HAS_AMX 0
 #endif

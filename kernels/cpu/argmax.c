@@ -20,20 +20,25 @@ static void argmax_run_tile(const void *args, const step *step, int64_t tile, in
     const int64_t tiles = tiles_of_row(a), row = tile / tiles, begin = tile % tiles * ARGMAX_TILE;
     const int64_t rest = a->width - begin, count = rest < ARGMAX_TILE ? rest : ARGMAX_TILE;
     const float *logits = a->logits + row * a->stride + begin;
-    const __m512 lowest = _mm512_set1_ps(-__builtin_inff());
-    __m512 best = lowest;
-    __m512i ids = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), best_ids = ids;
+    int32_t numbers[LANES];
+    for (int i = 0; i < LANES; i++) numbers[i] = i;
+    const floats lowest = floats_of(-__builtin_inff());
+    floats best = lowest;
+    ints ids = load_ints(numbers), best_ids = ids;
     for (int64_t k = 0; k < count; k += LANES) {
-        const __m512 v = _mm512_mask_loadu_ps(lowest, first_lanes(count - k), logits + k);
-        const __mmask16 is_larger = _mm512_cmp_ps_mask(v, best, _CMP_GT_OQ);
-        best = _mm512_mask_mov_ps(best, is_larger, v);
-        best_ids = _mm512_mask_mov_epi32(best_ids, is_larger, ids);
-        ids = _mm512_add_epi32(ids, _mm512_set1_epi32(LANES));
+        const floats v = load_first_or(logits + k, count - k, lowest);
+        const lanes is_larger = is_greater(v, best);
+        best = select_floats(is_larger, v, best);
+        best_ids = select_ints(is_larger, ids, best_ids);
+        ids = ints_add(ids, ints_of(LANES));
     }
-    const float largest = _mm512_reduce_max_ps(best);
-    const __mmask16 is_largest = _mm512_cmp_ps_mask(best, _mm512_set1_ps(largest), _CMP_EQ_OQ);
+    const float largest = largest_of(best);
+    store_ints(numbers, best_ids);
+    int32_t id = INT32_MAX;
+    for (uint32_t left = bits_of(is_equal(best, floats_of(largest))); left; left &= left - 1)
+        if (numbers[__builtin_ctz(left)] < id) id = numbers[__builtin_ctz(left)];
     a->best[tile] = largest;
-    a->best_ids[tile] = begin + _mm512_mask_reduce_min_epi32(is_largest, best_ids);
+    a->best_ids[tile] = begin + id;
 }
 
 static int64_t merge_num_tiles(const void *args, const step *step, int num_threads) {

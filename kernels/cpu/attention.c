@@ -3,9 +3,8 @@
 #include "attention_amx.h"
 #include "attention_keys.h"
 #include "attention_products.h"
-#include "exp2.h"
+#include "vector.h"
 
-#include <immintrin.h>
 #include <math.h>
 #include <string.h>
 
@@ -49,32 +48,31 @@ static void take_queries(const attention_args *a, const attention_tile *item, in
 
 /* Scores of keys from `visible` on become −inf; returns the row's best. */
 static float best_score(float *scores, int64_t num_strips, int64_t visible) {
-    __m512 best = _mm512_set1_ps(-INFINITY);
+    floats best = floats_of(-INFINITY);
     for (int64_t strip = 0; strip < num_strips; strip++, visible -= STRIP) {
-        __m512 score = _mm512_load_ps(scores + strip * STRIP);
+        floats score = load(scores + strip * STRIP);
         if (visible < STRIP) {
-            const __mmask16 seen = visible > 0 ? (__mmask16)((1u << visible) - 1) : 0;
-            score = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, score);
-            _mm512_store_ps(scores + strip * STRIP, score);
+            score = select_floats(first_lanes(visible > 0 ? visible : 0), score, floats_of(-INFINITY));
+            store(scores + strip * STRIP, score);
         }
-        best = _mm512_max_ps(best, score);
+        best = larger(best, score);
     }
-    return _mm512_reduce_max_ps(best);
+    return largest_of(best);
 }
 
 /* Weights 2^(score − best) in place of the scores, in the products' dtype; returns their total. */
 static inline __attribute__((always_inline)) float weigh(int is_bf16, float *scores, int64_t num_strips, float best) {
-    const __m512 subtrahend = _mm512_set1_ps(best);
-    __m512 total = _mm512_setzero_ps();
+    const floats subtrahend = floats_of(best);
+    floats total = floats_of(0);
     for (int64_t strip = 0; strip < num_strips; strip++) {
-        const __m512 weight = exp2_ps(_mm512_sub_ps(_mm512_load_ps(scores + strip * STRIP), subtrahend));
-        total = _mm512_add_ps(total, weight);
+        const floats weight = exp2_of(subtract(load(scores + strip * STRIP), subtrahend));
+        total = add(total, weight);
         if (is_bf16)
-            _mm256_store_si256((__m256i *)scores + strip, (__m256i)_mm512_cvtneps_pbh(weight));
+            _mm256_store_si256((__m256i *)scores + strip, to_bf16(weight));
         else
-            _mm512_store_ps(scores + strip * STRIP, weight);
+            store(scores + strip * STRIP, weight);
     }
-    return _mm512_reduce_add_ps(total);
+    return sum_of(total);
 }
 
 /* Take one key tile into the split's best, total and sums, for rows of M from `first` on. Row m sees `visible` +
@@ -89,8 +87,8 @@ static inline __attribute__((always_inline)) void attend_tile(int is_bf16, const
         w->new_best[m] = best > w->best[m] ? best : w->best[m];
     }
     for (int64_t m = first / LANES * LANES; m < M; m += LANES) {
-        const __m512 best = _mm512_load_ps(w->best + m), new_best = _mm512_load_ps(w->new_best + m);
-        _mm512_store_ps(w->shrink + m, exp2_ps(_mm512_sub_ps(best, new_best)));
+        const floats best = load(w->best + m), new_best = load(w->new_best + m);
+        store(w->shrink + m, exp2_of(subtract(best, new_best)));
     }
     for (int64_t m = first; m < M; m++) {
         const float total = weigh(is_bf16, (float *)(w->scores + m * SCORE_STRIDE), num_strips, w->new_best[m]);
@@ -102,10 +100,10 @@ static inline __attribute__((always_inline)) void attend_tile(int is_bf16, const
 
 /* all_sums = all_sums · kept + sums · added */
 static inline void add_sums(const float *sums, float added, int64_t head_size, float kept, float *all_sums) {
-    const __m512 old = _mm512_set1_ps(kept), own = _mm512_set1_ps(added);
+    const floats old = floats_of(kept), own = floats_of(added);
     for (int64_t i = 0; i < head_size; i += LANES) {
-        const __m512 rest = _mm512_mul_ps(_mm512_loadu_ps(all_sums + i), old);
-        _mm512_storeu_ps(all_sums + i, _mm512_fmadd_ps(_mm512_loadu_ps(sums + i), own, rest));
+        const floats rest = multiply(load(all_sums + i), old);
+        store(all_sums + i, multiply_add(load(sums + i), own, rest));
     }
 }
 
@@ -114,7 +112,7 @@ static void add_split(float best, float total, const float *sums, int64_t head_s
                       float *all_sums) {
     const float new_best = best > *all_best ? best : *all_best;
     _Alignas(64) float factors[LANES] = {*all_best - new_best, best - new_best};
-    _mm512_store_ps(factors, exp2_ps(_mm512_load_ps(factors)));
+    store(factors, exp2_of(load(factors)));
     add_sums(sums, factors[1], head_size, factors[0], all_sums);
     *all_total = fmaf(total, factors[1], *all_total * factors[0]);
     *all_best = new_best;
@@ -123,17 +121,16 @@ static void add_split(float best, float total, const float *sums, int64_t head_s
 /* add_split for rows [first, M). */
 static void add_splits(const workspace *w, int64_t first, int64_t M, int64_t head_size) {
     for (int64_t m = first; m < M; m += LANES) {
-        const __mmask16 rows = M - m < LANES ? (__mmask16)((1u << (M - m)) - 1) : 0xffff;
-        const __m512 best = _mm512_maskz_loadu_ps(rows, w->best + m);
-        const __m512 old = _mm512_maskz_loadu_ps(rows, w->all_best + m);
-        const __m512 new_best = _mm512_max_ps(best, old);
-        const __m512 kept = exp2_ps(_mm512_sub_ps(old, new_best)), added = exp2_ps(_mm512_sub_ps(best, new_best));
-        const __m512 total = _mm512_mul_ps(_mm512_maskz_loadu_ps(rows, w->all_total + m), kept);
-        _mm512_mask_storeu_ps(w->all_best + m, rows, new_best);
-        _mm512_mask_storeu_ps(w->all_total + m, rows,
-                              _mm512_fmadd_ps(_mm512_maskz_loadu_ps(rows, w->total + m), added, total));
+        const int64_t left = M - m;
+        const floats best = load_first(w->best + m, left);
+        const floats old = load_first(w->all_best + m, left);
+        const floats new_best = larger(best, old);
+        const floats kept = exp2_of(subtract(old, new_best)), added = exp2_of(subtract(best, new_best));
+        const floats total = multiply(load_first(w->all_total + m, left), kept);
+        store_first(w->all_best + m, left, new_best);
+        store_first(w->all_total + m, left, multiply_add(load_first(w->total + m, left), added, total));
         _Alignas(64) float factors[2][LANES];
-        _mm512_store_ps(factors[0], kept), _mm512_store_ps(factors[1], added);
+        store(factors[0], kept), store(factors[1], added);
         for (int64_t r = 0; r < LANES && m + r < M; r++)
             add_sums(w->sums + (m + r) * head_size, factors[1][r], head_size, factors[0][r],
                      w->all_sums + (m + r) * head_size);
@@ -214,13 +211,13 @@ static inline __attribute__((always_inline)) void attend_splits(int is_bf16, int
 /* out = sums / total, to about an ulp */
 static void write_out(const attention_args *a, const float *sums, float total, int64_t row, int64_t head) {
     const int64_t at = row * a->out_stride + head * a->head_size;
-    const __m512 factor = _mm512_set1_ps(1.0f / total);
+    const floats factor = floats_of(1.0f / total);
     for (int64_t i = 0; i < a->head_size; i += LANES) {
-        const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(sums + i), factor);
+        const floats value = multiply(load(sums + i), factor);
         if (a->out_dtype == BF16)
-            _mm256_storeu_si256((__m256i *)((uint16_t *)a->out + at + i), (__m256i)_mm512_cvtneps_pbh(value));
+            _mm256_storeu_si256((__m256i *)((uint16_t *)a->out + at + i), to_bf16(value));
         else
-            _mm512_storeu_ps((float *)a->out + at + i, value);
+            store((float *)a->out + at + i, value);
     }
 }
 

@@ -18,7 +18,7 @@
  * as long as reading 4 KB here and 4 KB there, which goes at two thirds of the speed of reading straight on. So each
  * phase brings near what comes next: scores their tile's values, weights and sums the next tile's keys. */
 #include "attention_amx.h"
-#include "exp2.h"
+#include "vector.h"
 
 #if HAS_AMX
 #include <immintrin.h>
@@ -173,7 +173,7 @@ INLINE void grow(const workspace *w, int64_t first, int64_t num_rows, __m512 bes
     uint32_t rows = _mm512_cmp_ps_mask(best, _mm512_add_ps(old, _mm512_set1_ps(SLACK)), _CMP_GT_OQ);
     rows &= (1u << num_rows) - 1;
     if (!rows) return;
-    const __m512 shrink = exp2_ps(_mm512_sub_ps(old, best)), total = _mm512_load_ps(w->total + first);
+    const __m512 shrink = exp2_of(_mm512_sub_ps(old, best)), total = _mm512_load_ps(w->total + first);
     _mm512_mask_store_ps(w->best + first, (__mmask16)rows, best);
     _mm512_mask_store_ps(w->total + first, (__mmask16)rows, _mm512_mul_ps(total, shrink));
     _mm512_store_ps(w->shrink + first, shrink);

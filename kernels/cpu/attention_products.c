@@ -2,7 +2,8 @@
  *
  * Both keep a block of R rows × C registers of sums; per step they load C registers of keys or values and broadcast
  * four bytes of each row: a float, or a pair of bfloat16 for the dot product of pairs. R ≤ 6 and C ≤ 4 fill the 32
- * registers (24 sums, 4 operands, a broadcast). Every sum is one chain in a fixed order, so blocking changes no bits.
+ * registers of AVX-512 (24 sums, 4 operands, a broadcast), R ≤ 4 and C = 1 the 16 of AVX2 (8, a pair of bfloat16 in 4,
+ * and 2 to 4 for a row's). Every sum is one chain in a fixed order, so blocking changes no bits.
  *
  * Decode waits for memory unless that works all the time: scores prefetch their tile's values, the mix prefetches the
  * next tile's keys, as many lines per step as are read, and where there are several blocks of rows each prefetches its
@@ -10,45 +11,48 @@
  * 32 × 1,024 keys, 14 heads, 2 KV heads of 64, and 32 heads, 8 KV heads of 128). Against no prefetch it gained 40 %,
  * against a whole tile ahead by the first block of rows 8 to 15 %. */
 #include "attention_products.h"
+#include "vector.h"
 
-#include <immintrin.h>
-#include <string.h>
-
+#if HAS_AVX512
 #define MAX_R 6
 #define MAX_C 4
+#else
+#define MAX_R 4
+#define MAX_C 1
+#endif
 #define INLINE static inline __attribute__((always_inline))
 
 /* One step of a sum: a float each, or pairs of bfloat16. */
-INLINE __m512 add_product(int is_bf16, __m512 sum, __m512i a, __m512i b) {
-    if (is_bf16) return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
+INLINE floats add_product(int is_bf16, floats sum, ints a, ints b) {
+    if (is_bf16) return add_bf16_products(sum, a, b);
+    return multiply_add(as_floats(a), as_floats(b), sum);
 }
 
-INLINE __m512i broadcast_word(const char *p) {
+INLINE ints broadcast_word(const char *p) {
     int32_t word;
     memcpy(&word, p, 4);
-    return _mm512_set1_epi32(word);
+    return ints_of(word);
 }
 
 /* scores[r][c] = Σ query[r][i] keys[c][i] for R rows and C strips; both are `length` words of four bytes. Prefetches
  * `length` lines from each of ahead[c]. */
 INLINE void score_block(int is_bf16, int R, int C, const char *query, const char *const *keys,
                         const char *const *ahead, int64_t key_stride, int64_t length, char *scores) {
-    __m512 sums[MAX_R][MAX_C];
+    floats sums[MAX_R][MAX_C];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) sums[r][c] = _mm512_setzero_ps();
+        for (int c = 0; c < C; c++) sums[r][c] = floats_of(0);
     for (int64_t i = 0, at = 0; i < length; i++, at += key_stride) {
-        __m512i key[MAX_C];
+        ints key[MAX_C];
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) {
-            key[c] = _mm512_loadu_si512(keys[c] + at);
+            key[c] = load_ints(keys[c] + at);
             _mm_prefetch(ahead[c] + i * 64, _MM_HINT_T1);
         }
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++) {
-            const __m512i word = broadcast_word(query + r * QUERY_STRIDE(is_bf16) + i * 4);
+            const ints word = broadcast_word(query + r * QUERY_STRIDE(is_bf16) + i * 4);
 #pragma GCC unroll 4
             for (int c = 0; c < C; c++) sums[r][c] = add_product(is_bf16, sums[r][c], key[c], word);
         }
@@ -56,7 +60,7 @@ INLINE void score_block(int is_bf16, int R, int C, const char *query, const char
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) _mm512_storeu_ps(scores + r * SCORE_STRIDE + c * 64, sums[r][c]);
+        for (int c = 0; c < C; c++) store((float *)(scores + r * SCORE_STRIDE) + c * STRIP, sums[r][c]);
 }
 
 /* sums[r][c] = sums[r][c] · shrink[r] + Σ weights[r][k] values[k][c] for R rows and C registers of the head,
@@ -65,25 +69,25 @@ INLINE void mix_block(int is_bf16, int R, int C, const char *weights, const char
                       const char *const *ahead, int64_t ahead_stride, int64_t column, int64_t num_strips,
                       int64_t head_size, const float *shrink, float *out) {
     const int steps = is_bf16 ? STRIP / 2 : STRIP; /* words of weights in a strip */
-    __m512 sums[MAX_R][MAX_C];
+    floats sums[MAX_R][MAX_C];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++)
-            sums[r][c] = _mm512_mul_ps(_mm512_loadu_ps(out + r * head_size + c * LANES), _mm512_set1_ps(shrink[r]));
+            sums[r][c] = multiply(load(out + r * head_size + c * LANES), floats_of(shrink[r]));
     for (int64_t strip = 0; strip < num_strips; strip++) {
         const char *at = values[strip] + column * 64, *next = ahead[strip] + column * steps * ahead_stride;
 #pragma GCC unroll 2
         for (int i = 0; i < steps; i++, at += head_size * 4, next += C * ahead_stride, weights += 4) {
-            __m512i value[MAX_C];
+            ints value[MAX_C];
 #pragma GCC unroll 4
             for (int c = 0; c < C; c++) {
-                value[c] = _mm512_loadu_si512(at + c * 64);
+                value[c] = load_ints(at + c * 64);
                 _mm_prefetch(next + c * ahead_stride, _MM_HINT_T1);
             }
 #pragma GCC unroll 6
             for (int r = 0; r < R; r++) {
-                const __m512i word = broadcast_word(weights + r * SCORE_STRIDE);
+                const ints word = broadcast_word(weights + r * SCORE_STRIDE);
 #pragma GCC unroll 4
                 for (int c = 0; c < C; c++) sums[r][c] = add_product(is_bf16, sums[r][c], value[c], word);
             }
@@ -92,7 +96,7 @@ INLINE void mix_block(int is_bf16, int R, int C, const char *weights, const char
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) _mm512_storeu_ps(out + r * head_size + c * LANES, sums[r][c]);
+        for (int c = 0; c < C; c++) store(out + r * head_size + c * LANES, sums[r][c]);
 }
 
 /* Call `block` with R and C as constants. */
@@ -101,21 +105,23 @@ INLINE void mix_block(int is_bf16, int R, int C, const char *weights, const char
     case 1: block(is_bf16, 1, C, __VA_ARGS__); break;                                                                  \
     case 2: block(is_bf16, 2, C, __VA_ARGS__); break;                                                                  \
     case 3: block(is_bf16, 3, C, __VA_ARGS__); break;                                                                  \
-    case 4: block(is_bf16, 4, C, __VA_ARGS__); break;                                                                  \
-    case 5: block(is_bf16, 5, C, __VA_ARGS__); break;                                                                  \
-    default: block(is_bf16, 6, C, __VA_ARGS__);                                                                        \
+    case 5: block(is_bf16, MAX_R < 5 ? MAX_R : 5, C, __VA_ARGS__); break;                                              \
+    case 6: block(is_bf16, MAX_R < 6 ? MAX_R : 6, C, __VA_ARGS__); break;                                              \
+    default: block(is_bf16, 4, C, __VA_ARGS__);                                                                        \
     }
 #define FOR_C(block, R, C, ...)                                                                                        \
-    if ((C) == 4) {                                                                                                    \
+    if (MAX_C == 4 && (C) == 4) {                                                                                                    \
         FOR_R(block, R, 4, __VA_ARGS__)                                                                                \
-    } else if ((C) == 2) {                                                                                             \
+    } else if (MAX_C >= 2 && (C) == 2) {                                                                                             \
         FOR_R(block, R, 2, __VA_ARGS__)                                                                                \
     } else {                                                                                                           \
         FOR_R(block, R, 1, __VA_ARGS__)                                                                                \
     }
 
-/* The largest of 4, 2, 1 that is at most `left`. */
-static inline int registers(int64_t left) { return left >= 4 ? 4 : left >= 2 ? 2 : 1; }
+/* The largest of 4, 2, 1 that is at most `left` and MAX_C. */
+static inline int registers(int64_t left) {
+    return left < 2 || MAX_C == 1 ? 1 : left < 4 ? 2 : 4;
+}
 
 /* Rows of a block when `left` remain: at most MAX_R, about equally many in each. */
 static inline int block_rows(int64_t left) { return (int)ceil_div(left, ceil_div(left, MAX_R)); }

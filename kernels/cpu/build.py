@@ -3,15 +3,16 @@
 The library lies in the cache folder under the hash of sources and flags, so a new version builds anew (some seconds)
 and everybody else finds it. Two processes that build at once each rename a finished file into place. `python -m
 kernels.cpu.build` puts one for each instruction set into the folder `built` beside the sources, where they are looked
-for first: images bring them along and need no compiler. Without AVX-512, or without a library and a compiler, why not
-is said once: the torch paths run then.
+for first: images bring them along and need no compiler. Without AVX2, or without a library and a compiler, why not is
+said once: the torch paths run then.
 
-There are two instruction sets: AVX-512 with its dot products, and AMX beside it, whose tiles multiply far faster. They
-add up in different orders, so a float sum may differ in its last bits from one to the other.
+There are three instruction sets: AVX2 with FMA, AVX-512 with its dot products, and AMX beside that, whose tiles multiply
+far faster. They add up in different orders, so a float sum may differ in its last bits from one to the other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import shutil
@@ -37,21 +38,27 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
 class Isa(Enum):
-    """Instruction sets that the sources can be compiled for."""
+    """Instruction sets that the sources can be compiled for, the least first."""
 
+    AVX2 = "avx2"
     AVX512 = "avx512"
     AMX = "amx"
 
 
+_AVX2 = ("avx2", "fma", "f16c", "bmi2", "popcnt")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni")
 _REQUIRED = {
-    Isa.AVX512: ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma", "f16c"),
-    Isa.AMX: ("amx_tile", "amx_bf16", "amx_int8"),
+    Isa.AVX2: _AVX2,
+    Isa.AVX512: _AVX512,
+    Isa.AMX: (*_AVX512, "amx_tile", "amx_bf16", "amx_int8"),
 }
-"""Names of /proc/cpuinfo; AMX comes beside AVX-512. bfloat16 and int8 dot products are what the kernels are made of: a
-machine with AVX-512 but without these (before Cooper Lake and Zen 4) takes the torch paths."""
-_AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma",
-                 "-mf16c", "-mavx2", "-mbmi2", "-mpopcnt", "-mprefer-vector-width=512")  # fmt: skip
+"""Names of /proc/cpuinfo. A machine with AVX-512 but without dot products of bfloat16 and int8 (before Cooper Lake and
+Zen 4) takes AVX2."""
+_AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c", "-mbmi2", "-mpopcnt")
+_AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni",
+                 "-mprefer-vector-width=512")  # fmt: skip
 _MACHINE_FLAGS = {
+    Isa.AVX2: _AVX2_FLAGS,
     Isa.AVX512: _AVX512_FLAGS,
     Isa.AMX: (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
@@ -91,20 +98,20 @@ def load_library(
 
 
 def best_isa() -> Isa:
-    """AMX where processor and kernel allow it, else AVX512 (which this machine may lack)."""
-    try:
-        check_machine(Isa.AMX)
-    except CpuKernelsUnavailable:
-        return Isa.AVX512
-    return Isa.AMX
+    """The greatest that processor and operating system allow, or AVX2 (which this machine may lack)."""
+    for isa in (Isa.AMX, Isa.AVX512):
+        with contextlib.suppress(CpuKernelsUnavailable):
+            check_machine(isa)
+            return isa
+    return Isa.AVX2
 
 
-def check_machine(isa: Isa = Isa.AVX512) -> None:
-    """Raise `CpuKernelsUnavailable` unless this process may use all that the sources use."""
+def check_machine(isa: Isa) -> None:
+    """Raise `CpuKernelsUnavailable` unless this process may use all that is compiled for `isa`."""
     flags = _cpu_flags()
-    missing = [name for name in (*_REQUIRED[Isa.AVX512], *_REQUIRED[isa]) if name not in flags]
+    missing = [name for name in _REQUIRED[isa] if name not in flags]
     if missing:
-        raise CpuKernelsUnavailable(f"the processor has no {', '.join(dict.fromkeys(missing))}")
+        raise CpuKernelsUnavailable(f"the processor has no {', '.join(missing)}")
     if isa is Isa.AMX and not _may_use_tiles():
         raise CpuKernelsUnavailable("the operating system allows no AMX tiles")
 

@@ -12,7 +12,6 @@
  * A row is one tile, so its token depends on nothing else. NaN is never drawn; a row of NaN or −∞ gives 0.
  */
 #include "rows.h"
-#include "vector_math.h"
 
 #include <math.h>
 #include <string.h>
@@ -28,24 +27,24 @@ typedef struct row {
     float temperature, largest; /* of the divided logits */
 } row;
 
-static __m512 divided(const row *r, int64_t at) {
-    const __m512 minus_infinity = _mm512_set1_ps(-INFINITY);
-    const __m512 z = _mm512_mask_loadu_ps(minus_infinity, first_lanes(r->width - at), r->logits + at);
-    const __m512 y = _mm512_div_ps(z, _mm512_set1_ps(r->temperature));
-    return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(y, y, _CMP_UNORD_Q), minus_infinity);
+static floats divided(const row *r, int64_t at) {
+    const floats minus_infinity = floats_of(-INFINITY);
+    const floats z = load_first_or(r->logits + at, r->width - at, minus_infinity);
+    const floats y = divide(z, floats_of(r->temperature));
+    return select_floats(is_nan(y), minus_infinity, y);
 }
 
 /* The id of the largest logit, the lowest on a tie. */
 static int64_t find_largest(const float *logits, int64_t width) {
-    __m512 best = _mm512_set1_ps(-INFINITY);
+    floats best = floats_of(-INFINITY);
     for (int64_t k = 0; k < width; k += LANES) {
-        const __m512 v = _mm512_mask_loadu_ps(best, first_lanes(width - k), logits + k);
-        best = _mm512_mask_mov_ps(best, _mm512_cmp_ps_mask(v, best, _CMP_GT_OQ), v);
+        const floats v = load_first_or(logits + k, width - k, best);
+        best = select_floats(is_greater(v, best), v, best);
     }
-    const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(best));
+    const floats largest = floats_of(largest_of(best));
     for (int64_t k = 0; k < width; k += LANES) {
-        const __mmask16 lanes = first_lanes(width - k);
-        const __mmask16 found = _mm512_mask_cmp_ps_mask(lanes, _mm512_maskz_loadu_ps(lanes, logits + k), largest, _CMP_EQ_OQ);
+        const floats v = load_first(logits + k, width - k);
+        const uint32_t found = bits_of(both(first_lanes(width - k), is_equal(v, largest)));
         if (found) return k + __builtin_ctz(found);
     }
     return 0;
@@ -55,10 +54,9 @@ static int64_t find_largest(const float *logits, int64_t width) {
 static int64_t gather(const row *r, float floor, float *out) {
     int64_t count = 0;
     for (int64_t k = 0; k < r->width; k += LANES) {
-        const __m512 z = divided(r, k);
-        const __mmask16 is_kept = _mm512_mask_cmp_ps_mask(first_lanes(r->width - k), z, _mm512_set1_ps(floor), _CMP_GE_OQ);
-        _mm512_mask_compressstoreu_ps(out + count, is_kept, z);
-        count += __builtin_popcount(is_kept);
+        const floats z = divided(r, k);
+        const lanes is_kept = both(first_lanes(r->width - k), is_at_least(z, floats_of(floor)));
+        count += store_selected(out + count, is_kept, z);
     }
     return count;
 }
@@ -95,15 +93,14 @@ static void sort_descending(float *values, uint32_t *keys, int64_t count) {
 
 static double sum_chunk(const row *r, int64_t begin, float floor) {
     const int64_t end = begin + CHUNK < r->width ? begin + CHUNK : r->width;
-    __m512d low = _mm512_setzero_pd(), high = low;
+    doubles sums = no_doubles();
     for (int64_t k = begin; k < end; k += LANES) {
-        const __m512 z = divided(r, k);
-        const __mmask16 is_kept = _mm512_mask_cmp_ps_mask(first_lanes(end - k), z, _mm512_set1_ps(floor), _CMP_GE_OQ);
-        const __m512 e = _mm512_maskz_mov_ps(is_kept, exp_ps(_mm512_sub_ps(z, _mm512_set1_ps(r->largest))));
-        low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(e)));
-        high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(e, 1)));
+        const floats z = divided(r, k);
+        const lanes is_kept = both(first_lanes(end - k), is_at_least(z, floats_of(floor)));
+        const floats e = exp_of(subtract(z, floats_of(r->largest)));
+        sums = add_to_doubles(sums, select_floats(is_kept, e, floats_of(0)));
     }
-    return _mm512_reduce_add_pd(_mm512_add_pd(low, high));
+    return sum_of_doubles(sums);
 }
 
 static double sum_kept(const row *r, float floor) {
@@ -113,7 +110,9 @@ static double sum_kept(const row *r, float floor) {
 }
 
 static float weight_of(const row *r, float z) {
-    return _mm512_cvtss_f32(exp_ps(_mm512_set1_ps(z - r->largest)));
+    float e[LANES];
+    store(e, exp_of(floats_of(z - r->largest)));
+    return e[0];
 }
 
 /* The smallest of `count` values, largest first, that are needed to reach `wanted`; the last one when they don't. */
@@ -176,9 +175,9 @@ static int64_t draw(const row *r, float floor, double number, double *sums) {
     int64_t last = chunk * CHUNK;
     for (int64_t k = chunk * CHUNK; k < r->width && k < (chunk + 1) * CHUNK; k += LANES) {
         float z[LANES], e[LANES];
-        const __m512 wide = divided(r, k);
-        _mm512_storeu_ps(z, wide);
-        _mm512_storeu_ps(e, exp_ps(_mm512_sub_ps(wide, _mm512_set1_ps(r->largest))));
+        const floats wide = divided(r, k);
+        store(z, wide);
+        store(e, exp_of(subtract(wide, floats_of(r->largest))));
         for (int i = 0; i < LANES && k + i < r->width; i++) {
             if (!(z[i] >= floor) || !(e[i] > 0)) continue;
             before += e[i];

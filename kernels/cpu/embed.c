@@ -8,60 +8,62 @@
 
 #define LINE 64
 
-/* 16 times four bytes from one column of a panel, fewer at its end. */
-static inline __m512i column(const char *panel, int64_t line, int64_t num_lines) {
-    const __m512i at = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                                          _mm512_set1_epi32(LINE));
-    const __mmask16 lanes = first_lanes(num_lines - line);
-    return _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), lanes, at, panel + line * LINE, 1);
+/* 16 times four bytes from one column of a panel, zeros behind its end. */
+static inline void take_column(const char *panel, int64_t line, int64_t num_lines, int32_t column[LANES]) {
+    const int64_t count = num_lines - line < LANES ? num_lines - line : LANES;
+    for (int64_t i = 0; i < count; i++) memcpy(column + i, panel + (line + i) * LINE, 4);
+    for (int64_t i = count; i < LANES; i++) column[i] = 0;
 }
 
-static inline void store(float *out, int64_t k, int64_t width, __m512 value) {
-    if (k < width) _mm512_mask_storeu_ps(out + k, first_lanes(width - k), value);
+static inline void put(float *out, int64_t k, int64_t width, floats value) {
+    if (k < width) store_first(out + k, width - k, value);
 }
-
-static inline __m512 from_int8(__m128i q) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(q)); }
 
 static void embed_f32(const char *panel, float *out, int64_t width) {
-    for (int64_t k = 0; k < width; k += LANES) store(out, k, width, _mm512_castsi512_ps(column(panel, k, width)));
+    int32_t column[LANES];
+    for (int64_t k = 0; k < width; k += LANES) {
+        take_column(panel, k, width, column);
+        put(out, k, width, as_floats(load_ints(column)));
+    }
 }
 
 static void embed_bf16(const char *panel, float *out, int64_t width) {
-    const int64_t lines = ceil_div(width, 2);
+    int32_t column[LANES];
     for (int64_t k = 0; k < width; k += 2 * LANES) {
-        const __m512i pairs = column(panel, k / 2, lines);
-        store(out, k, width, from_bf16(_mm512_castsi512_si256(pairs)));
-        store(out, k + LANES, width, from_bf16(_mm512_extracti64x4_epi64(pairs, 1)));
+        take_column(panel, k / 2, ceil_div(width, 2), column);
+        for (int part = 0; part < 2; part++)
+            put(out, k + part * LANES, width, from_bf16(_mm256_loadu_si256((const __m256i *)column + part)));
     }
 }
 
 static void embed_int8(const char *panel, float *out, int64_t width, float scale) {
-    const int64_t lines = ceil_div(width, 4);
-    const __m512 scales = _mm512_set1_ps(scale);
-    const __m512i sign = _mm512_set1_epi8((char)INT8_ZERO_POINT);
+    int32_t column[LANES];
+    const __m128i sign = _mm_set1_epi8((char)INT8_ZERO_POINT);
     for (int64_t k = 0; k < width; k += 4 * LANES) {
-        const __m512i q = _mm512_xor_si512(column(panel, k / 4, lines), sign); /* n − 128 */
-        store(out, k, width, _mm512_mul_ps(from_int8(_mm512_castsi512_si128(q)), scales));
-        store(out, k + LANES, width, _mm512_mul_ps(from_int8(_mm512_extracti32x4_epi32(q, 1)), scales));
-        store(out, k + 2 * LANES, width, _mm512_mul_ps(from_int8(_mm512_extracti32x4_epi32(q, 2)), scales));
-        store(out, k + 3 * LANES, width, _mm512_mul_ps(from_int8(_mm512_extracti32x4_epi32(q, 3)), scales));
+        take_column(panel, k / 4, ceil_div(width, 4), column);
+        for (int part = 0; part < 4; part++) {
+            const __m128i q = _mm_xor_si128(_mm_loadu_si128((const __m128i *)column + part), sign); /* n − 128 */
+            put(out, k + part * LANES, width, multiply(floats_from_int8(q), floats_of(scale)));
+        }
     }
 }
 
 /* `panel` begins at the column's own bytes; its scale is the column's two bytes after the nibbles. */
 static void embed_int4(const char *panel, int64_t lane, float *out, int64_t width) {
+    int32_t column[LANES];
     const __m128i low_bits = _mm_set1_epi8(15), zero_point = _mm_set1_epi8(INT4_ZERO_POINT);
     for (int64_t k = 0; k < width; k += INT4_GROUP, panel += INT4_GROUP_BYTES) {
-        const __m128i nibbles = _mm512_castsi512_si128(column(panel, 0, 4));
+        take_column(panel, 0, 4, column);
+        const __m128i nibbles = _mm_loadu_si128((const __m128i *)column);
         const __m128i even = _mm_and_si128(nibbles, low_bits);
         const __m128i odd = _mm_and_si128(_mm_srli_epi16(nibbles, 4), low_bits);
         uint16_t half;
         memcpy(&half, panel - 4 * lane + 4 * LINE + 2 * lane, sizeof(half));
-        const __m512 scales = _mm512_set1_ps(_cvtsh_ss(half));
+        const floats scales = floats_of(_cvtsh_ss(half));
         const __m128i first = _mm_sub_epi8(_mm_unpacklo_epi32(even, odd), zero_point);
         const __m128i second = _mm_sub_epi8(_mm_unpackhi_epi32(even, odd), zero_point);
-        store(out, k, width, _mm512_mul_ps(from_int8(first), scales));
-        store(out, k + LANES, width, _mm512_mul_ps(from_int8(second), scales));
+        put(out, k, width, multiply(floats_from_int8(first), scales));
+        put(out, k + LANES, width, multiply(floats_from_int8(second), scales));
     }
 }
 

@@ -1,6 +1,7 @@
 /* What the linear kernels of all weight types share: how an op is cut into tiles, and how sums become outputs. */
 #pragma once
 #include "amx.h"
+#include "isa.h"
 #include "ops.h"
 
 #include <immintrin.h>
@@ -56,3 +57,6 @@ void amx_tile(const linear_args *args, const linear_tile *tile);
 void amx_few_tile(const linear_args *args, const linear_tile *tile);
 void int8_tile(const linear_args *args, const linear_tile *tile);
 void int4_tile(const linear_args *args, const linear_tile *tile);
+void avx2_float_tile(const linear_args *args, const linear_tile *tile);
+void avx2_int8_tile(const linear_args *args, const linear_tile *tile);
+void avx2_int4_tile(const linear_args *args, const linear_tile *tile);

@@ -13,6 +13,7 @@
  */
 #include "linear.h"
 
+#if HAS_AVX512
 #include <immintrin.h>
 
 #define MAX_ROWS 12
@@ -135,3 +136,5 @@ void float_tile(const linear_args *args, const linear_tile *tile) {
         panel += panels;
     }
 }
+
+#endif

@@ -10,6 +10,7 @@
  */
 #include "linear.h"
 
+#if HAS_AVX512
 #include <immintrin.h>
 
 #define MAX_ROWS 12
@@ -125,3 +126,5 @@ void int4_tile(const linear_args *args, const linear_tile *tile) {
         }
     }
 }
+
+#endif

@@ -10,6 +10,7 @@
  */
 #include "linear.h"
 
+#if HAS_AVX512
 #include <immintrin.h>
 
 #define MAX_ROWS 12
@@ -146,3 +147,5 @@ void int8_tile(const linear_args *args, const linear_tile *tile) {
         panel += panels;
     }
 }
+
+#endif

@@ -11,28 +11,28 @@
 #define NUM_SUMS 4
 
 static float mean_square(const float *x, int64_t width) {
-    __m512 sums[NUM_SUMS] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+    floats sums[NUM_SUMS] = {floats_of(0), floats_of(0), floats_of(0), floats_of(0)};
     int64_t k = 0;
     for (; k + NUM_SUMS * LANES <= width; k += NUM_SUMS * LANES)
 #pragma GCC unroll 4
         for (int i = 0; i < NUM_SUMS; i++) {
-            const __m512 v = _mm512_loadu_ps(x + k + i * LANES);
-            sums[i] = _mm512_fmadd_ps(v, v, sums[i]);
+            const floats v = load(x + k + i * LANES);
+            sums[i] = multiply_add(v, v, sums[i]);
         }
     for (; k < width; k += LANES) {
-        const __m512 v = _mm512_maskz_loadu_ps(first_lanes(width - k), x + k);
-        sums[0] = _mm512_fmadd_ps(v, v, sums[0]);
+        const floats v = load_first(x + k, width - k);
+        sums[0] = multiply_add(v, v, sums[0]);
     }
-    const __m512 sum = _mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3]));
-    return _mm512_reduce_add_ps(sum) / (float)width;
+    const floats sum = add(add(sums[0], sums[1]), add(sums[2], sums[3]));
+    return sum_of(sum) / (float)width;
 }
 
 static void normalize(const norm_args *a, const float *x, float *out) {
-    const __m512 factor = _mm512_set1_ps(1.0f / sqrtf(mean_square(x, a->hidden) + a->eps));
+    const floats factor = floats_of(1.0f / sqrtf(mean_square(x, a->hidden) + a->eps));
     for (int64_t k = 0; k < a->hidden; k += LANES) {
-        const __mmask16 lanes = first_lanes(a->hidden - k);
-        const __m512 v = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, x + k), factor);
-        _mm512_mask_storeu_ps(out + k, lanes, _mm512_mul_ps(v, _mm512_maskz_loadu_ps(lanes, a->scale + k)));
+        const int64_t left = a->hidden - k;
+        const floats v = multiply(load_first(x + k, left), factor);
+        store_first(out + k, left, multiply(v, load_first(a->scale + k, left)));
     }
 }
 

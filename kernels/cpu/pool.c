@@ -37,7 +37,7 @@
 /* How many ops ahead a waiting thread looks for one that can prefetch. */
 #define LOOK_AHEAD 4
 
-const int has_amx = HAS_AMX;
+const char *const isa_name = HAS_AMX ? "amx" : HAS_AVX512 ? "avx512" : "avx2";
 
 static const op_class *const CLASSES[NUM_OP_KINDS] = {
     [OP_EMBED] = &embed_class,

@@ -30,7 +30,7 @@ class Pool:
 
     def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
         self.num_threads = num_threads
-        self.isa = Isa.AMX if ctypes.c_int.in_dll(library, "has_amx").value else Isa.AVX512
+        self.isa = Isa((ctypes.c_char_p.in_dll(library, "isa_name").value or b"").decode())
         self._library = library
         library.pool_open.restype = ctypes.c_void_p
         # A start takes a microsecond or two: giving the interpreter's lock away for it might cost half a millisecond.

@@ -75,7 +75,7 @@ void *scratch(int64_t bytes);
  * threads. `pool_start` has them run ops 0 .. num_ops − 1 and returns; `pool_wait` takes part until all is done. One
  * run at a time: each start is followed by a wait. What `step` points to stays as it is until then. */
 typedef struct pool pool;
-extern const int has_amx; /* whether this library was compiled for AMX */
+extern const char *const isa_name; /* what this library was compiled for: avx2, avx512 or amx, as in build.py */
 pool *pool_open(int32_t num_threads, int32_t max_ops);
 void pool_start(pool *pool, op *ops, int32_t num_ops, const step *step);
 void pool_wait(pool *pool);

@@ -7,40 +7,33 @@
  * A tile is some rows. Two rows of one pair of keys may be in different tiles: each writes its own bytes only. */
 #include "kv_cache.h"
 #include "ops.h"
-
-#include <immintrin.h>
+#include "vector.h"
 
 #define ROWS 8 /* of a tile: a block's worth of neighbours would save little, and a few rows should still be shared out */
 #define MAX_HEAD_SIZE 256
 
-static inline __mmask16 lanes_left(int64_t count) {
-    return count >= LANES ? 0xffff : (__mmask16)((1u << count) - 1);
-}
-
 /* out = x rotated, then multiplied by `scale`. */
 static void rotate(const float *x, const float *cos_sin, int64_t head_size, float scale, float *out) {
     const int64_t half = head_size / 2;
-    const __m512 factor = _mm512_set1_ps(scale);
+    const floats factor = floats_of(scale);
     for (int64_t i = 0; i < half; i += LANES) {
-        const __mmask16 lanes = lanes_left(half - i);
-        const __m512 a = _mm512_maskz_loadu_ps(lanes, x + i), b = _mm512_maskz_loadu_ps(lanes, x + half + i);
-        const __m512 cos = _mm512_maskz_loadu_ps(lanes, cos_sin + i);
-        const __m512 sin = _mm512_maskz_loadu_ps(lanes, cos_sin + half + i);
-        const __m512 first = _mm512_sub_ps(_mm512_mul_ps(a, cos), _mm512_mul_ps(b, sin));
-        const __m512 second = _mm512_add_ps(_mm512_mul_ps(b, cos), _mm512_mul_ps(a, sin));
-        _mm512_mask_storeu_ps(out + i, lanes, _mm512_mul_ps(first, factor));
-        _mm512_mask_storeu_ps(out + half + i, lanes, _mm512_mul_ps(second, factor));
+        const int64_t left = half - i;
+        const floats a = load_first(x + i, left), b = load_first(x + half + i, left);
+        const floats cos = load_first(cos_sin + i, left);
+        const floats sin = load_first(cos_sin + half + i, left);
+        const floats first = subtract(multiply(a, cos), multiply(b, sin));
+        const floats second = add(multiply(b, cos), multiply(a, sin));
+        store_first(out + i, left, multiply(first, factor));
+        store_first(out + half + i, left, multiply(second, factor));
     }
 }
-
-static inline __m256i to_bf16(const float *x) { return (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x)); }
 
 static void write_query(const float *x, int64_t head_size, int32_t dtype, char *out) {
     for (int64_t i = 0; i < head_size; i += LANES) {
         if (dtype == BF16)
-            _mm256_storeu_si256((__m256i *)(out + i * 2), to_bf16(x + i));
+            _mm256_storeu_si256((__m256i *)(out + i * 2), to_bf16(load(x + i)));
         else
-            _mm512_storeu_ps((float *)(out + i * 4), _mm512_loadu_ps(x + i));
+            store((float *)(out + i * 4), load(x + i));
     }
 }
 
@@ -58,12 +51,9 @@ static void write_value(const float *x, int64_t head_size, int64_t offset, int32
         write_query(x, head_size, dtype, values + offset * head_size * 4);
         return;
     }
-    char *pairs = values + offset / 2 * head_size * 4;
-    const __mmask32 own = offset % 2 ? 0xaaaaaaaau : 0x55555555u;
-    for (int64_t i = 0; i < head_size; i += LANES) {
-        const __m512i wide = _mm512_cvtepu16_epi32(to_bf16(x + i));
-        _mm512_mask_storeu_epi16(pairs + i * 4, own, _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16)));
-    }
+    uint16_t narrow[MAX_HEAD_SIZE], *pairs = (uint16_t *)(values + offset / 2 * head_size * 4) + offset % 2;
+    write_query(x, head_size, dtype, (char *)narrow);
+    for (int64_t i = 0; i < head_size; i++) pairs[2 * i] = narrow[i];
 }
 
 static void run_row(const rotary_kv_args *a, const step *step, int64_t row) {
