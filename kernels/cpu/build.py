@@ -6,8 +6,8 @@ kernels.cpu.build` puts one for each instruction set into the folder `built` bes
 for first: images bring them along and need no compiler. Without AVX2, or without a library and a compiler, why not is
 said once: the torch paths run then.
 
-There are three instruction sets: AVX2 with FMA, AVX-512 with its dot products, and AMX beside that, whose tiles multiply
-far faster. They add up in different orders, so a float sum may differ in its last bits from one to the other.
+There are three instruction sets: AVX2 with FMA, AVX-512 with its dot products, and AMX beside that, whose tiles
+multiply far faster. They add up in different orders, so a float sum may differ in its last bits between them.
 """
 
 from __future__ import annotations

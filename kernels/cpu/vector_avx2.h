@@ -65,8 +65,8 @@ static inline floats subtract_product(floats c, floats a, floats b) {
     return (floats){_mm256_fnmadd_ps(a.low, b.low, c.low), _mm256_fnmadd_ps(a.high, b.high, c.high)};
 }
 static inline floats nearest_integer(floats x) {
-    const int how = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    return (floats){_mm256_round_ps(x.low, how), _mm256_round_ps(x.high, how)};
+    return (floats){_mm256_round_ps(x.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+                    _mm256_round_ps(x.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
 
 /* What 2^n is computed from: at the ends 2^n is 0 and infinity, in between floor and what is above it are exact. */
