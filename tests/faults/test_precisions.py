@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cpu.build import CpuKernelsUnavailable, check_machine
+from kernels.cpu.build import CpuKernelsUnavailable, best_isa, check_machine
 from tests.e2e.cell import Cell
 from tests.faults.checker import check_at_rest, check_stream, read_metrics
 from tests.faults.kinds import KINDS
@@ -28,7 +28,7 @@ REPEATING = {
 @pytest.fixture(autouse=True)
 def needs_kernels() -> None:
     try:
-        check_machine()
+        check_machine(best_isa())
     except CpuKernelsUnavailable as error:
         pytest.skip(str(error))
 
