@@ -1,7 +1,7 @@
 /* y = x · Wᵀ: how the op is cut into tiles, and which kernel computes them.
  *
  * A tile is some neighbouring panels, contiguous in memory, times a block of rows. What is multiplied in what order is
- * the kernels' (linear_float.c, linear_amx.c, linear_int8.c, linear_int4.c) and does not depend on the cut.
+ * the kernels' (linear_float.c, linear_amx.c, linear_int8.c, linear_int4.c, linear_avx2_*.c) and does not depend on the cut.
  */
 #include "linear.h"
 
@@ -9,7 +9,12 @@
 
 /* Rows of a tile: more would make the last tile of an op last longer than the others wait for. */
 #define ROW_BLOCK 192
-/* The same on AMX, in blocks of AMX_ROWS: as many as leave half of a 2 MiB L2 free for panels, and not more than that. */
+/* The same with AVX2, where a tile's rows of x are prepared for it: so many that they stay in the cache. To prepare them
+ * costs 1/8 of a panel, so there are 4 to 16 panels in a tile, the more the longer the op is. */
+#define AVX2_ROW_BLOCK 96
+#define AVX2_MAX_PANELS 16
+#define AVX2_TILES 8
+/* Rows on AMX, in blocks of AMX_ROWS: as many as leave half of a 2 MiB L2 free for panels, and not more than that. */
 #define AMX_X_BYTES (1280 * 1024)
 #define AMX_MAX_ROWS 512
 #define AMX_ROWS 32
@@ -47,17 +52,25 @@ static int64_t amx_row_block(const weight *weight) {
     return rows < AMX_ROWS ? AMX_ROWS : rows > AMX_MAX_ROWS ? AMX_MAX_ROWS : rows;
 }
 
+/* Panels of a tile of more than FEW_ROWS rows with AVX2. */
+static int64_t avx2_panels(int64_t num_panels, int num_threads) {
+    const int64_t panels = num_panels / (AVX2_TILES * num_threads) / 4 * 4;
+    return panels < 4 ? 4 : panels > AVX2_MAX_PANELS ? AVX2_MAX_PANELS : panels;
+}
+
 static cut cut_op(const linear_args *args, const step *step, int num_threads) {
     const weight *weight = &args->weight;
     const int64_t rows = step->num_rows;
     const int is_amx = uses_amx(weight, rows);
-    const int64_t row_blocks = ceil_div(rows, is_amx ? amx_row_block(weight) : ROW_BLOCK);
+    const int64_t num_panels = ceil_div(weight->out, LANES);
+    const int64_t row_block = is_amx ? amx_row_block(weight) : HAS_AVX512 ? ROW_BLOCK : AVX2_ROW_BLOCK;
+    const int64_t row_blocks = ceil_div(rows, row_block);
     const int64_t fine_rows = is_amx ? AMX_FINE_ROWS : FINE_ROWS, fine_blocks = rows < fine_rows ? 1 : rows / fine_rows;
-    const int is_short = rows <= FEW_ROWS && 4 * panel_bytes(weight) <= STREAM_BYTES;
+    const int is_few = rows <= FEW_ROWS, is_short = is_few && 4 * panel_bytes(weight) <= STREAM_BYTES;
     const int is_half_line = is_amx && args->epilogue == SILU_MUL && args->out_dtype == BF16;
     cut cut = {
-        .num_panels = ceil_div(weight->out, LANES),
-        .panels = is_short || is_half_line ? 4 : 2,
+        .num_panels = num_panels,
+        .panels = is_short || is_half_line ? 4 : HAS_AVX512 || is_few ? 2 : avx2_panels(num_panels, num_threads),
         .num_rows = rows,
         .num_row_blocks = row_blocks,
         .row_unit = is_amx ? AMX_ROWS : 1,

@@ -1,0 +1,119 @@
+/* y = x · Wᵀ with int4 weights in groups of 32 along `in` and int8 activations, with AVX2; passes as in linear_avx2.h,
+ * one panel each.
+ *
+ * Nibbles go as they are into the instruction that multiplies unsigned by signed bytes and adds two products in 16 bits.
+ * A group's 32 products are added up in 16 bits: 16 of up to 15 · 127 each in a sum, 30480, fit. Both sums of
+ * an output and what undoes the weights' zero point (ops.h) make the group's exact sum of 32 bits; then, as in
+ * linear_int4.c, float(sum) · the group's scale is added to a float, group after group, each operation rounded; at the end
+ * that times the row's scale. The floats lie in memory: there are no registers left.
+ */
+#include "linear_avx2.h"
+
+#if !HAS_AVX512
+
+#define FOURS 4 /* lines of nibbles in a group */
+#define LINES 5 /* a group touches */
+
+/* sum[r] += x[r] · nibbles, two products each. */
+INLINE void add_products(const int rows, const int is_first, const int8_t *x, int64_t x_stride, int_pair nibbles,
+                         int_pair sum[MAX_PASS_ROWS]) {
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+        const __m256i four = _mm256_set1_epi32(*(const int32_t *)(x + r * x_stride));
+        const __m256i low = _mm256_maddubs_epi16(nibbles.low, four), high = _mm256_maddubs_epi16(nibbles.high, four);
+        sum[r].low = is_first ? low : _mm256_add_epi16(sum[r].low, low);
+        sum[r].high = is_first ? high : _mm256_add_epi16(sum[r].high, high);
+        IN_THIS_ORDER(sum[r]);
+    }
+}
+
+INLINE int_pair load_nibbles(const char *at, const int is_odd) {
+    const __m256i low_bits = _mm256_set1_epi8(15);
+    const __m256i low = _mm256_load_si256((const __m256i *)at), high = _mm256_load_si256((const __m256i *)at + 1);
+    return (int_pair){
+        _mm256_and_si256(is_odd ? _mm256_srli_epi16(low, 4) : low, low_bits),
+        _mm256_and_si256(is_odd ? _mm256_srli_epi16(high, 4) : high, low_bits),
+    };
+}
+
+/* to[8] += float(exact sums) · scales */
+INLINE void add_scaled(float *to, __m256i sums, __m256i start, __m256 scales) {
+    const __m256i exact = _mm256_add_epi32(_mm256_madd_epi16(sums, _mm256_set1_epi16(1)), start);
+    _mm256_store_ps(to, _mm256_add_ps(_mm256_load_ps(to), _mm256_mul_ps(_mm256_cvtepi32_ps(exact), scales)));
+}
+
+/* The products of group g of the panel. */
+INLINE void multiply_group(const int rows, const pass *t, const int32_t *starts, int64_t g) {
+    const char *group = t->panels + g * INT4_GROUP_BYTES;
+    const int8_t *x = (const int8_t *)t->x + g * INT4_GROUP;
+    int_pair sum[MAX_PASS_ROWS];
+#pragma GCC unroll 4
+    for (int v = 0; v < FOURS; v++) {
+        const char *at = group + v * 64;
+        add_products(rows, v == 0, x + v * 8, t->x_stride, load_nibbles(at, 0), sum);
+        LOAD_AGAIN(at);
+        add_products(rows, 0, x + v * 8 + 4, t->x_stride, load_nibbles(at, 1), sum);
+    }
+    const __m128i *halves = (const __m128i *)(group + FOURS * 64);
+    const float_pair scales = {_mm256_cvtph_ps(halves[0]), _mm256_cvtph_ps(halves[1])};
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+        const __m256i start = _mm256_set1_epi32(*(const int32_t *)((const char *)(starts + g) + r * t->x_stride));
+        add_scaled(sums_of(t, r, 0), sum[r].low, start, scales.low);
+        add_scaled(sums_of(t, r, 0) + 8, sum[r].high, start, scales.high);
+    }
+}
+
+/* Groups [begin, end). `ahead` + the offset of a group, shifted, is where it prefetches. */
+INLINE void multiply_groups(const int rows, const int lines, const int shift, const pass *t, int64_t begin, int64_t end,
+                            const char *ahead) {
+    const int32_t *starts = quantized_starts(t->x, t->args->weight.in) + 1;
+    for (int64_t g = begin; g < end; g++) {
+#pragma GCC unroll 5
+        for (int line = 0; line < lines; line++) PREFETCH(ahead + (g * INT4_GROUP_BYTES >> shift) + line * 64);
+        multiply_group(rows, t, starts, g);
+    }
+}
+
+/* Inlined for each number of rows, so that a group's sums are registers. */
+INLINE void multiply(const int rows, const int is_only, const pass *t) {
+    const int64_t num_groups = t->panel_bytes / INT4_GROUP_BYTES, distance = LOOK_AHEAD / INT4_GROUP_BYTES;
+    const int64_t turn = num_groups > distance ? num_groups - distance : 0;
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < LANES; i++) sums_of(t, r, 0)[i] = 0;
+    if (is_only) {
+        multiply_groups(rows, LINES, 0, t, 0, turn, t->panels + distance * INT4_GROUP_BYTES);
+        multiply_groups(rows, LINES, 0, t, turn, num_groups, t->next - turn * INT4_GROUP_BYTES);
+    } else {
+        multiply_groups(rows, 2, t->shift, t, 0, num_groups, t->next);
+    }
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < LANES; i++) sums_of(t, r, 0)[i] *= t->args->x_scales[t->first_row + r];
+}
+
+#define DEFINE(rows)                                                                                         \
+    static void once_##rows(const pass *t) { multiply(rows, 1, t); }                                         \
+    static void again_##rows(const pass *t) { multiply(rows, 0, t); }
+DEFINE(1)
+DEFINE(2)
+DEFINE(3)
+DEFINE(4)
+DEFINE(5)
+DEFINE(6)
+
+/* [is the only pass][rows] */
+static multiply_fn *const MULTIPLY[2][MAX_PASS_ROWS + 1] = {
+    {NULL, again_1, again_2, again_3, again_4, again_5, again_6},
+    {NULL, once_1, once_2, once_3, once_4, once_5, once_6},
+};
+
+static void multiply_pass(const pass *t) {
+    MULTIPLY[t->is_only][t->num_rows](t);
+}
+
+void avx2_int4_tile(const linear_args *args, const linear_tile *tile) {
+    const int8_t *x = (const int8_t *)args->x + tile->first_row * args->x_stride;
+    avx2_multiply(args, tile, (prepared_rows){x, args->x_stride}, 1, multiply_pass);
+}
+
+#endif
