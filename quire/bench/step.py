@@ -15,7 +15,7 @@ from quire.bench.random_model import SHAPES
 from quire.bench.statistics import percentile
 from quire.bench.stepping import Bench, TimedSteps
 from shared import config
-from shared.errors import ConfigError
+from shared.errors import ConfigError, shorten
 from shared.flags import setting
 
 NUM_WARM_UP = 3
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     if settings.quick:
         settings = StepConfig(**asdict(settings) | {"model": "test", "batch": 2, "context": 40, "steps": 3})
     if settings.json and not Path(settings.json).absolute().parent.is_dir():
-        raise ConfigError(f"--json={settings.json}: its folder is not there")
+        raise ConfigError(f"--json={shorten(settings.json)}: its folder is not there")
     title, times = measure(settings)
     print(_format(title, times, settings))
     if settings.json:
