@@ -10,8 +10,8 @@ import uvloop
 from gateway.app import GatewayApp
 from shared import failpoints, logs
 from shared.bus import BusLimits
-from shared.config import GatewayConfig, load
-from shared.errors import ConfigError
+from shared.config import GatewayConfig, load, refuse_long_paths
+from shared.errors import ConfigError, shorten
 from shared.process import die_with_parent, install_stop_signals, settle_memory
 
 
@@ -27,7 +27,8 @@ def main() -> int:
             raise ConfigError("--redis-url: name a Redis (only `quire serve` starts one by itself)")
         logs.set_up("gateway", config.process.log_level)
         failpoints.arm(config.process.failpoints)
-        uvloop.run(_serve(config))
+        with refuse_long_paths():
+            uvloop.run(_serve(config))
     except ConfigError as error:
         print(f"gateway: error: {error}", file=sys.stderr)
         return 2
@@ -46,7 +47,7 @@ async def _serve(config: GatewayConfig) -> None:
             await app.start()
         except OSError as error:
             reason = error.strerror or error
-            raise ConfigError(f"--host={config.http.host} --port={config.http.port}: {reason}") from None
+            raise ConfigError(f"--host={shorten(config.http.host)} --port={config.http.port}: {reason}") from None
         settle_memory()
         await stop.wait()
         await app.drain()

@@ -19,7 +19,7 @@ import orjson
 from jinja2 import Template, TemplateError, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from shared.errors import ConfigError, InvalidRequest
+from shared.errors import ConfigError, InvalidRequest, shorten
 
 _TEMPLATE_FAILURES = (
     TemplateError,
@@ -32,6 +32,8 @@ _TEMPLATE_FAILURES = (
     MemoryError,
 )
 _PRIVATE_USE = range(0xE000, 0xF900)
+_MAX_REASON_CHARS = 500
+"""Of a template's own words, which may hold a message's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,10 @@ class ChatTemplate:
                 messages=marked, add_generation_prompt=True, tools=None, documents=None, **self._variables
             )
         except _Refused as refusal:
-            raise InvalidRequest(f"messages: {refusal}", param="messages", code="chat_template_error") from None
+            raise _refuse(str(refusal)) from None
         except _TEMPLATE_FAILURES as error:
-            reason = f"the model's chat template cannot render these messages: {str(error) or type(error).__name__}"
-            raise InvalidRequest(f"messages: {reason}", param="messages", code="chat_template_error") from None
+            reason = str(error) or type(error).__name__
+            raise _refuse(f"the model's chat template cannot render these messages: {reason}") from None
         return RenderedChat(text, marker)
 
     def _marker_for(self, messages: Sequence[dict[str, str]]) -> str:
@@ -91,6 +93,11 @@ class ChatTemplate:
         control = self._control
         assert control is not None
         return {name: control.sub(lambda m: m[0][:1] + marker + m[0][1:], text) for name, text in message.items()}
+
+
+def _refuse(reason: str) -> InvalidRequest:
+    text = f"messages: {shorten(reason, _MAX_REASON_CHARS)}"
+    return InvalidRequest(text, param="messages", code="chat_template_error")
 
 
 class _Refused(Exception):

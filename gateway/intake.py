@@ -23,7 +23,7 @@ from gateway.prompt import PromptEncoder, context_error, read_messages, read_pro
 from gateway.text_pool import TextPool
 from shared.capacity import fits, never_fits_message
 from shared.clock import unix_now
-from shared.errors import InvalidRequest, NotFound, Overloaded
+from shared.errors import InvalidRequest, NotFound, Overloaded, shorten
 from shared.ids import RequestId, new_request_id, new_seed
 from shared.messages import RequestBody, SamplingParams, SubmitRequest, WorkerHello
 
@@ -110,8 +110,8 @@ class IntakeDesk:
         if name is None:
             return self._model_names[0]
         if name not in self._model_names:
-            served = ", ".join(self._model_names)
-            raise NotFound(f"model: {name[:64]!r} is not served here; served: {served}", param="model",
+            served = shorten(", ".join(self._model_names))
+            raise NotFound(f"model: {shorten(name)!r} is not served here; served: {served}", param="model",
                            code="model_not_found")  # fmt: skip
         return name
 
@@ -208,7 +208,7 @@ class IntakeDesk:
     def _token_id(self, field: str, text: str) -> int:
         top = self._folder.max_token_id
         if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= top):
-            raise InvalidRequest(f"{field}: {text[:20]!r} is not a token id (0 to {top})", param=field)
+            raise InvalidRequest(f"{field}: {shorten(text)!r} is not a token id (0 to {top})", param=field)
         return int(text)
 
 

@@ -19,12 +19,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gateway import limits
 from gateway.unbuilt import check_unbuilt, is_nested_deeper
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, shorten
 
 B = TypeVar("B", bound=BaseModel)
 
 _INT64 = 2**63
-_MAX_SHOWN_CHARS = 120
 
 _COUNT_LIMITS = {
     "messages": limits.MAX_MESSAGES,
@@ -208,7 +207,7 @@ def _to_invalid(error: ValidationError, raw: dict[str, Any]) -> InvalidRequest:
     if field == "stop":
         return InvalidRequest(f"stop: must be a non-empty string of at most {limits.MAX_STOP_STRING_CHARS} characters, "
                               f"or a list of at most {limits.MAX_STOP_STRINGS} such strings", param="stop")  # fmt: skip
-    shown = _shorten(".".join(names))
+    shown = shorten(".".join(names))
     return InvalidRequest(f"{shown}: {first['msg']}, got {_show(raw, first['loc'])}", param=field or None)
 
 
@@ -222,9 +221,4 @@ def _show(raw: Any, path: tuple[int | str, ...]) -> str:
             return "no value"
     if isinstance(value, (str, dict, list)) and len(value) > 40:
         return f"a {'string' if isinstance(value, str) else type(value).__name__} of length {len(value)}"
-    return _shorten(orjson.dumps(value).decode())
-
-
-def _shorten(text: str) -> str:
-    """What a client sent, as much of it as an error message should hold."""
-    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
+    return shorten(orjson.dumps(value).decode())

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from gateway import limits
 from gateway.chat_template import ChatTemplate, RenderedChat
 from gateway.model_folder import ModelFolder
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, shorten
 
 _ROLES = ("system", "user", "assistant", "developer")
 _NEUTRAL_MESSAGE_FIELDS: dict[str, tuple[object, ...]] = {
@@ -216,7 +216,7 @@ def _read_message(raw: Any, where: str) -> dict[str, str]:
         if name == "name" and isinstance(value, str):
             message["name"] = value
         elif name not in ("role", "content", "name") and value not in _NEUTRAL_MESSAGE_FIELDS.get(name, ()):
-            raise _wrong_message(f"{where}: field {name[:64]!r} is not supported")
+            raise _wrong_message(f"{where}: field {shorten(name)!r} is not supported")
         elif name == "name" and value is not None:
             raise _wrong_message(f"{where}.name: must be a string")
     return message

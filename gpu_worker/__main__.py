@@ -14,8 +14,8 @@ from gpu_worker.metrics import WorkerMetrics
 from gpu_worker.service import LoadedModel, Place, WorkerService, new_place
 from shared import failpoints, logs, process
 from shared.bus import Bus
-from shared.config import WorkerConfig, load
-from shared.errors import BusError, ConfigError
+from shared.config import WorkerConfig, load, refuse_long_paths
+from shared.errors import BusError, ConfigError, shorten
 from shared.metrics import serve_metrics
 from shared.redis_bus import open_bus
 
@@ -33,7 +33,8 @@ def main() -> int:
         if config.process.die_with_parent:
             process.die_with_parent()
         logs.set_up("gpu_worker", config.process.log_level)
-        uvloop.run(_run(config))
+        with refuse_long_paths():
+            uvloop.run(_run(config))
     except ConfigError as error:
         print(f"gpu_worker: error: {error}", file=sys.stderr)
         return 2
@@ -75,7 +76,7 @@ async def _load_model(bus: Bus, config: WorkerConfig, place: Place) -> LoadedMod
     process.pause_garbage_collector()
     from gpu_worker.model.assembly import load_runner
 
-    _log.info("model.loading", model=config.model.model)
+    _log.info("model.loading", model=shorten(config.model.model))
     since = time.monotonic()
     model: LoadedModel | None = None
     try:

@@ -26,8 +26,8 @@ from gpu_worker.outbox import Outbox
 from gpu_worker.probed_runner import ProbedRunner
 from gpu_worker.pulse import DeclaredDead, Heart, Reporter
 from shared.bus import Bus
-from shared.clock import MonotonicClock
-from shared.config import WorkerConfig
+from shared.clock import Clock, MonotonicClock
+from shared.config import EngineConfig, WorkerConfig
 from shared.errors import BusError
 from shared.ids import WorkerId, new_incarnation
 from shared.logs import get_log
@@ -81,6 +81,19 @@ def new_place() -> Place:
     return Place(first_id=WorkerId(new_incarnation(f"{socket.gethostname()}-{os.getpid()}")))
 
 
+def make_engine(runner: ModelRunner, limits: EngineConfig, *, max_model_len: int, clock: Clock) -> Engine:
+    """An engine over `runner` as `limits` want it; `quire bench step` times the same. Raises `ConfigError`."""
+    return Engine(
+        runner,
+        max_model_len=max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_step_s=limits.max_step_ms / 1000,
+        clock=clock,
+        speculation=limits.speculation(),
+    )
+
+
 class WorkerService:
     """See the module.
 
@@ -113,7 +126,8 @@ class WorkerService:
 
     async def _live(self, worker_id: WorkerId, stop: asyncio.Event) -> bool:
         """One incarnation; False when it was declared dead and another should follow."""
-        engine = self._make_engine()
+        limits, max_model_len = self._config.engine, self._model.max_model_len
+        engine = make_engine(ProbedRunner(self._model), limits, max_model_len=max_model_len, clock=MonotonicClock())
         mine = Incarnation(worker_id, self._bus, engine, prepare_thread=self._place.prepare_thread)
         mine.thread.start()
         is_over = False
@@ -191,18 +205,6 @@ class WorkerService:
         except (BusError, TimeoutError) as error:
             _log.warning("bye.failed", error=error)
         _log.info("worker.left", worker=mine.worker_id)
-
-    def _make_engine(self) -> Engine:
-        limits = self._config.engine
-        return Engine(
-            ProbedRunner(self._model),
-            max_model_len=self._model.max_model_len,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_step_s=limits.max_step_ms / 1000,
-            clock=MonotonicClock(),
-            speculation=limits.speculation(),
-        )
 
     def _describe(self, worker_id: WorkerId) -> WorkerHello:
         model = self._config.model

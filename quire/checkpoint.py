@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shared import config as settings
 from shared.config import ServeConfig
-from shared.errors import ConfigError
+from shared.errors import ConfigError, shorten
 
 _NEEDED = ("config.json", "tokenizer.json")
 
@@ -32,13 +32,15 @@ def resolve(model: str, cache_dir: Path, say: Callable[[str], None]) -> Path:
         _check(folder)
         return folder.resolve()
     if folder.exists():
-        raise ConfigError(f"--model={model}: is a file; give the folder that holds config.json and *.safetensors")
+        raise ConfigError(
+            f"--model={shorten(model)}: is a file; give the folder that holds config.json and *.safetensors"
+        )
     if _looks_like_hub_id(model):
         raise ConfigError(
-            f"--model={model}: there is no such folder, and models are not fetched from a hub; "
+            f"--model={shorten(model)}: there is no such folder, and models are not fetched from a hub; "
             "download the checkpoint and give its folder"
         )
-    raise ConfigError(f"--model={model}: there is no such folder")
+    raise ConfigError(f"--model={shorten(model)}: there is no such folder")
 
 
 def cache_dir(chosen: str) -> Path:
@@ -51,7 +53,7 @@ def _check(folder: Path) -> None:
     if not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors")
     if missing:
-        raise ConfigError(f"--model={folder}: not a checkpoint, it lacks {', '.join(missing)}")
+        raise ConfigError(f"--model={shorten(folder)}: not a checkpoint, it lacks {', '.join(missing)}")
 
 
 def _looks_like_hub_id(model: str) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from quire import __version__
-from shared.errors import ConfigError, QuireError
+from shared.config import refuse_long_paths
+from shared.errors import ConfigError, QuireError, shorten
 
 Command = Callable[[list[str]], int]
 
@@ -27,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(command: Command, arguments: list[str]) -> int:
     """`command`'s exit code; an error of ours becomes one line on standard error."""
     try:
-        return command(arguments)
+        with refuse_long_paths():
+            return command(arguments)
     except ConfigError as error:
         print(f"quire: error: {error}", file=sys.stderr)
         return 2
@@ -106,7 +108,7 @@ def bench_model(arguments: list[str]) -> int:
         raise ConfigError(f"usage: quire bench model SHAPE FOLDER; shapes: {', '.join(SHAPES)}")
     shape, folder = arguments[0], Path(arguments[1]).expanduser()
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there already; give a new folder")
+        raise ConfigError(f"{shorten(folder)} is there already; give a new folder")
     print(f"{shape}: {write_random_model(shape, folder, report=print)}")
     return 0
 
@@ -129,7 +131,7 @@ def _pick(commands: dict[str, Command], name: str, what: str) -> Command:
         return commands[name]
 
     def refuse(_: list[str]) -> int:
-        raise ConfigError(f"no {what} {name!r}; there are: {', '.join(commands)}")
+        raise ConfigError(f"no {what} {shorten(name)!r}; there are: {', '.join(commands)}")
 
     return refuse
 

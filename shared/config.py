@@ -6,13 +6,15 @@ one config class. Names are vLLM's where vLLM has the setting.
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from shared import flags
-from shared.errors import ConfigError
+from shared.errors import ConfigError, shorten
 from shared.flags import setting
 from shared.speculation import SpeculationConfig, parse_speculative_config
 
@@ -161,6 +163,17 @@ def load(config_class: type[C], argv: list[str], *, program: str, description: s
                          known_variables=known)  # fmt: skip
     _check_engine(config)
     return config
+
+
+@contextmanager
+def refuse_long_paths() -> Iterator[None]:
+    """Within the block a path that no file system takes, wherever it is found out, is a `ConfigError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise ConfigError(f"{shorten(error.filename)}: {error.strerror}") from None
 
 
 def child_environment(additions: Mapping[str, str]) -> dict[str, str]:

@@ -21,6 +21,16 @@ HTTP status codes live in `gateway/errors.py` only.
 
 from __future__ import annotations
 
+MAX_SHOWN_CHARS = 200
+_NUM_LAST_CHARS = 40
+
+
+def shorten(value: object, most: int = MAX_SHOWN_CHARS) -> str:
+    """What a user or a file gave, as an error's text should hold it: whole while it has at most `most` characters, else
+    its beginning and its end."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[: most - _NUM_LAST_CHARS - 3]}...{text[-_NUM_LAST_CHARS:]}"
+
 
 class QuireError(Exception):
     """Root of all errors raised on purpose."""

@@ -35,7 +35,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from shared.errors import BusUnavailable, ConfigError
+from shared.errors import BusUnavailable, ConfigError, shorten
 
 NAMES = frozenset(
     {
@@ -81,7 +81,8 @@ def arm(specs: str) -> None:
         action, _, count = rest.partition("@")
         action, _, argument = action.partition(":")
         if name not in NAMES or action not in ACTIONS or (count and not count.isdigit()):
-            raise ConfigError(f"failpoints: {part!r} is not NAME[?PATTERN]=ACTION[:ARG][@N][#PATH]; actions: {ACTIONS}")
+            raise ConfigError(f"failpoints: {shorten(part)!r} is not NAME[?PATTERN]=ACTION[:ARG][@N][#PATH]; "
+                              f"actions: {ACTIONS}")  # fmt: skip
         _armed[name] = _Armed(action, argument, int(count) if count else None, pattern, latch)
 
 

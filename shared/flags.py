@@ -16,7 +16,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, shorten
 
 C = TypeVar("C")
 ENV_PREFIX = "QUIRE_"
@@ -66,7 +66,7 @@ def parse(
     for name in leaves:
         positional = given.pop(name + "_positional", None)
         if positional is not None and given[name] is not None:
-            raise ConfigError(f"{name} is given twice: {positional!r} and {given[name]!r}")
+            raise ConfigError(f"{name} is given twice: {shorten(positional)!r} and {shorten(given[name])!r}")
         given[name] = given[name] if positional is None else positional
     _refuse_unknown_variables(environ, set(leaves), known_variables)
     values = {name: _value(name, leaf, given.get(name), environ) for name, leaf in leaves.items()}
@@ -111,7 +111,7 @@ class _Leaf:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
+        raise ConfigError(f"{shorten(message)} (see {self.prog} --help)")
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -144,7 +144,8 @@ def _parse_argv(parser: _Parser, leaves: Mapping[str, _Leaf], argv: Sequence[str
     if unknown:
         options = ["--" + name.replace("_", "-") for name in leaves]
         meant = _meant(unknown[0].partition("=")[0], options)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        what = f"unrecognized arguments: {shorten(' '.join(unknown))}{meant}"
+        raise ConfigError(f"{what} (see {parser.prog} --help)")
     return vars(given)
 
 
@@ -206,7 +207,7 @@ def _refuse_unknown_variables(environ: Mapping[str, str], names: set[str], known
     for name in environ:
         if name.startswith(ENV_PREFIX) and name not in allowed:
             meant = _meant(name, sorted(allowed)) or "; unset it, or see --help for the settings"
-            raise ConfigError(f"unknown environment variable {name}{meant}")
+            raise ConfigError(f"unknown environment variable {shorten(name)}{meant}")
 
 
 def _value(name: str, leaf: _Leaf, given: Any, environ: Mapping[str, str]) -> Any:
@@ -231,10 +232,10 @@ def _convert(source: str, raw: Any, leaf: _Leaf) -> Any:
     metadata = leaf.field.metadata
     low, high, choices = metadata["minimum"], metadata["maximum"], metadata["choices"]
     if choices is not None and value not in choices:
-        raise ConfigError(f"{source}={raw!r}: choose from {', '.join(choices)}")
+        raise ConfigError(f"{source}={shorten(raw)!r}: choose from {', '.join(choices)}")
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         bounds = f"at least {low}" if high is None else f"at most {high}" if low is None else f"{low} to {high}"
-        raise ConfigError(f"{source}={raw!r}: must be {bounds}")
+        raise ConfigError(f"{source}={shorten(raw)!r}: must be {bounds}")
     return value
 
 
@@ -251,12 +252,13 @@ def _parse_text(source: str, raw: str, kind: type) -> Any:
             "off": False,
         }
         if raw.lower() not in words:
-            raise ConfigError(f"{source}={raw!r}: must be true or false")
+            raise ConfigError(f"{source}={shorten(raw)!r}: must be true or false")
         return words[raw.lower()]
     try:
         return kind(raw)
     except ValueError:
-        raise ConfigError(f"{source}={raw!r}: must be {'a whole number' if kind is int else 'a number'}") from None
+        wanted = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{source}={shorten(raw)!r}: must be {wanted}") from None
 
 
 def _build(config_class: type, values: Mapping[str, Any]) -> Any:

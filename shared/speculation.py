@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, shorten
 
 FLAG = "--speculative-config"
 METHOD = "ngram"
@@ -75,7 +75,7 @@ def _whole_number(raw: dict[str, Any], key: str, most: int) -> int | None:
 
 
 def _refuse(what: str, why: str) -> ConfigError:
-    return ConfigError(f"{FLAG}: {what}: {why}")
+    return ConfigError(f"{FLAG}: {shorten(what)}: {why}")
 
 
 def _example() -> str:

@@ -26,7 +26,7 @@ from gpu_worker.sampling.sampler import Sampler
 from kernels.cpu.choose import Chooser
 from kernels.cpu.program import Pool
 from shared.config import EngineConfig, WorkerConfig
-from shared.errors import ConfigError
+from shared.errors import ConfigError, shorten
 from shared.ids import RequestId
 from shared.logs import get_log
 from shared.messages import SamplingParams
@@ -125,7 +125,7 @@ def _device(wanted: str) -> torch.device:
 def _dtype_name(wanted: str, config: CheckpointConfig) -> str:
     name = config.dtype if wanted == "auto" else wanted
     if name not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"the checkpoint's dtype {name} is not supported; choose one with --dtype")
+        raise ConfigError(f"the checkpoint's dtype {shorten(name)} is not supported; choose one with --dtype")
     return name
 
 

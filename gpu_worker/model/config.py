@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, shorten
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 
@@ -106,7 +106,7 @@ class _Reader:
         return self.raw.get(key)
 
     def fail(self, key: str, reason: str) -> None:
-        raise ConfigError(f"{self.path}: {key} = {self.raw.get(key)!r}: {reason}")
+        raise ConfigError(f"{self.path}: {key} = {shorten(repr(self.raw.get(key)))}: {reason}")
 
     def size(self, key: str, default: int | None = None) -> int:
         value = self.raw.get(key)
@@ -135,9 +135,8 @@ def _architecture(reader: _Reader) -> str:
         reader.fail("architectures", "must name one architecture")
     name = str(names[0])
     if name not in SUPPORTED_ARCHITECTURES:
-        raise ConfigError(
-            f"{reader.path}: architecture {name} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
-        )
+        shown, supported = shorten(name), ", ".join(SUPPORTED_ARCHITECTURES)
+        raise ConfigError(f"{reader.path}: architecture {shown} is not supported; supported: {supported}")
     return name
 
 
@@ -150,7 +149,7 @@ def _refuse_unsupported(reader: _Reader) -> None:
         reader.fail("use_sliding_window", "sliding windows are not supported in this version")
     other = set(reader.get("layer_types") or []) - {"full_attention"}
     if other:
-        reader.fail("layer_types", f"{', '.join(sorted(map(str, other)))} is not supported in this version")
+        reader.fail("layer_types", f"{shorten(', '.join(sorted(map(str, other))))} is not supported in this version")
 
 
 def _rope(reader: _Reader) -> tuple[float, RopeScaling | None]:
@@ -175,4 +174,6 @@ def _rope(reader: _Reader) -> tuple[float, RopeScaling | None]:
             high_freq_factor=nested.number("high_freq_factor", 4.0),
             original_max_position=nested.size("original_max_position_embeddings", 8192),
         )
-    raise ConfigError(f"{reader.path}: rope scaling {kind!r} is not supported; supported: default, linear, llama3")
+    raise ConfigError(
+        f"{reader.path}: rope scaling {shorten(repr(kind))} is not supported; supported: default, linear, llama3"
+    )

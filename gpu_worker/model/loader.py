@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, shorten
 from shared.logs import get_log
 
 _log = get_log("loader")
@@ -91,7 +91,7 @@ class Checkpoint:
         self._stack.close()
         if left:
             more = f" and {len(left) - 5} more" if len(left) > 5 else ""
-            raise ConfigError(f"{self._folder}: the model has no place for {', '.join(left[:5])}{more}")
+            raise ConfigError(f"{self._folder}: the model has no place for {shorten(', '.join(left[:5]))}{more}")
 
     def _report_progress(self) -> None:
         if time.monotonic() - self._last_progress > 1.0:
@@ -113,7 +113,7 @@ def weight_files(folder: Path) -> list[Path]:
             raise ConfigError(f"{index} is not a safetensors index") from None
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise ConfigError(f"{index} names {', '.join(missing)}, not in the folder")
+            raise ConfigError(f"{index} names {shorten(', '.join(missing))}, not in the folder")
         return [folder / name for name in names]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]

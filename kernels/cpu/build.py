@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from kernels.cpu.compiler import run_compiler
+
 _FOLDER = Path(__file__).parent
 BUILT = _FOLDER / "built"
 """Comes with the sources, or is not there."""
@@ -163,10 +165,9 @@ def _compile(command: list[str], path: Path) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_UNFINISHED, suffix=".so", delete=False) as file:
         made = Path(file.name)
     try:
-        done = subprocess.run([*command, "-o", str(made), "-lm"], capture_output=True, text=True,
-                              timeout=COMPILE_TIMEOUT_S, check=False)  # fmt: skip
-        if done.returncode:
-            raise CpuKernelsUnavailable(f"{command[0]} failed: {done.stderr.strip()[-2000:]}")
+        status, errors = run_compiler([*command, "-o", str(made), "-lm"], timeout_s=COMPILE_TIMEOUT_S)
+        if status:
+            raise CpuKernelsUnavailable(f"{command[0]} failed: {errors.strip()[-2000:]}")
         made.rename(path)
     except subprocess.TimeoutExpired:
         raise CpuKernelsUnavailable(f"{command[0]} took longer than {COMPILE_TIMEOUT_S:.0f} s") from None

@@ -22,7 +22,7 @@ from quire.bench.mock_cell import CellPlan, MockCell
 from quire.bench.random_model import write_random_model
 from quire.bench.stream_client import as_background
 from shared import config
-from shared.errors import ConfigError
+from shared.errors import ConfigError, shorten
 from shared.flags import setting
 
 DESCRIPTION = (
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     """Run the command; 1 if an answer was not what it should be."""
     settings = config.load(GatewayBenchConfig, argv, program="quire bench gateway", description=DESCRIPTION)
     if settings.json and not Path(settings.json).absolute().parent.is_dir():
-        raise ConfigError(f"--json={settings.json}: its folder is not there")
+        raise ConfigError(f"--json={shorten(settings.json)}: its folder is not there")
     report = measure(settings)
     print(format_report(report))
     if settings.json:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from quire.bench import machine
 from shared import config
 from shared.config import EngineConfig, ModelConfig, WorkerConfig
-from shared.errors import ConfigError
+from shared.errors import ConfigError, shorten
 from shared.flags import setting
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     except OSError as error:
-        raise ConfigError(f"--json={path}: {error.strerror}") from None
+        raise ConfigError(f"--json={shorten(path)}: {error.strerror}") from None
     limits = measure_limits(settings.repeats)
     print(f"{card}: {limits.bytes_per_s / 1e9:.0f} GB/s, {limits.operations_per_s / 1e12:.0f} TFLOP/s in bfloat16")
     reports = measure_kernels(limits, settings.repeats)

@@ -21,6 +21,7 @@ from quire.bench.random_model import SHAPES
 from quire.bench.stepping import Bench, NullRunner, TimedSteps
 from quire.bench.svg import Lines, render
 from shared import config
+from shared.config import EngineConfig
 from shared.errors import ConfigError
 from shared.flags import setting
 
@@ -197,7 +198,7 @@ def _note(series: Series, x: float, times: TimedSteps) -> None:
 def _null_steps(num_blocks: int, num_waiting: int, sizes: Sizes) -> TimedSteps:
     """Steps of eight sequences without a model; after each of them one ends, another is admitted and a new one comes,
     so that `num_waiting` wait at the beginning of every step."""
-    bench = Bench(NullRunner(num_blocks), max_model_len=4096, max_num_seqs=NULL_BATCH, budget=512)
+    bench = Bench(NullRunner(num_blocks), _limits(NULL_BATCH), max_model_len=4096)
     total = NULL_BATCH + num_waiting + sizes.null_steps
     sequences = [
         stepping.make_sequence(rank, [1] * BLOCK_SIZE, max_tokens=min(rank + 1, NULL_BATCH)) for rank in range(total)
@@ -218,13 +219,17 @@ def _decode(runner: DecoderRunner, count: int, length: int, sizes: Sizes) -> Tim
 
 def _prefill(runner: DecoderRunner, count: int, length: int, sizes: Sizes) -> tuple[Bench, TimedSteps]:
     """An engine with the prompts of `count` sequences computed, and the steps that this took."""
-    bench = Bench(runner, max_model_len=runner.max_model_len, max_num_seqs=MAX_NUM_SEQS, budget=BUDGET)
+    bench = Bench(runner, _limits(MAX_NUM_SEQS), max_model_len=runner.max_model_len)
     sequences = [
         stepping.make_sequence(rank, prompt, max_tokens=_num_drawn(sizes) + 1)
         for rank, prompt in enumerate(stepping.random_prompts(count, length, runner.vocab_size))
     ]
     bench.add(sequences)
     return bench, bench.step_until_drawn(sequences)
+
+
+def _limits(max_num_seqs: int) -> EngineConfig:
+    return EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=BUDGET, max_step_ms=stepping.NO_STEP_LIMIT_MS)
 
 
 def _load(settings: GrowthConfig, num_blocks: int) -> DecoderRunner:

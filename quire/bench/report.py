@@ -12,7 +12,7 @@ from typing import Any
 from quire.bench.bounds import Bounds
 from quire.bench.rows import Measured, lengths
 from quire.bench.svg import Bars, render
-from shared.errors import ConfigError
+from shared.errors import ConfigError, shorten
 
 HEAD = ("", "ours", "bound of this run", "our share of it", "aim", "reached", "reference (other program, elsewhere)")
 HEAD_PEER = ("peer in this run", "ours / peer")
@@ -33,7 +33,7 @@ def make_folder(flag: str, given: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{flag}={given}: {error.strerror}") from None
+        raise ConfigError(f"{flag}={shorten(given)}: {error.strerror}") from None
     return folder
 
 

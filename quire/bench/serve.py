@@ -19,7 +19,7 @@ from quire.bench.client import BenchClient, first_model
 from quire.bench.statistics import Trace
 from quire.bench.workloads import BenchRequest, Workload
 from shared import config
-from shared.errors import ConfigError, QuireError
+from shared.errors import ConfigError, QuireError, shorten
 from shared.flags import setting
 
 
@@ -54,14 +54,14 @@ def _check(settings: BenchConfig) -> None:
     """Raise `ConfigError` for what would otherwise fail late: after the measuring, or with a library's words."""
     check_url("--base-url", settings.base_url)
     if settings.json and not Path(settings.json).absolute().parent.is_dir():
-        raise ConfigError(f"--json={settings.json}: its folder is not there")
+        raise ConfigError(f"--json={shorten(settings.json)}: its folder is not there")
 
 
 def check_url(flag: str, given: str) -> None:
     """Raise `ConfigError`, naming `flag`, unless `given` is the address of a server."""
     url = urlsplit(given)
     if url.scheme not in ("http", "https") or not url.hostname or url.path.rstrip("/"):
-        raise ConfigError(f"{flag}={given}: must be like http://127.0.0.1:8000, without /v1")
+        raise ConfigError(f"{flag}={shorten(given)}: must be like http://127.0.0.1:8000, without /v1")
 
 
 async def measure(settings: BenchConfig) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from quire.bench.random_model import SHAPES
 from quire.bench.statistics import percentile
 from quire.bench.stepping import Bench, TimedSteps
 from shared import config
-from shared.errors import ConfigError
+from shared.errors import ConfigError, shorten
 from shared.flags import setting
 
 NUM_WARM_UP = 3
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     if settings.quick:
         settings = StepConfig(**asdict(settings) | {"model": "test", "batch": 2, "context": 40, "steps": 3})
     if settings.json and not Path(settings.json).absolute().parent.is_dir():
-        raise ConfigError(f"--json={settings.json}: its folder is not there")
+        raise ConfigError(f"--json={shorten(settings.json)}: its folder is not there")
     title, times = measure(settings)
     print(_format(title, times, settings))
     if settings.json:
@@ -63,7 +63,12 @@ def measure(settings: StepConfig) -> tuple[str, TimedSteps]:
         folder = ensure_model(settings.model, settings.cache_dir)
     else:
         folder = checkpoint.resolve(settings.model, Path(), say)
-    worker = stepping.worker_config(folder, settings.engine_flags, f"--max-num-seqs={max(settings.batch, 128)}")
+    worker = stepping.worker_config(
+        folder,
+        settings.engine_flags,
+        f"--max-num-seqs={max(settings.batch, 128)}",
+        f"--max-step-ms={stepping.NO_STEP_LIMIT_MS}",
+    )
     say(f"loading {folder}")
     runner = load_runner(worker)
     speculation = worker.engine.speculation()
@@ -75,8 +80,7 @@ def measure(settings: StepConfig) -> tuple[str, TimedSteps]:
     if settings.batch * -(-num_tokens // runner.block_size) > runner.num_blocks:
         raise ConfigError(f"--batch={settings.batch}: its KV does not fit; add --kv-cache-memory-bytes to "
                           "--engine-flags")  # fmt: skip
-    bench = Bench(runner, max_model_len=runner.max_model_len, max_num_seqs=worker.engine.max_num_seqs,
-                  budget=worker.engine.max_num_batched_tokens, speculation=speculation)  # fmt: skip
+    bench = Bench(runner, worker.engine, max_model_len=runner.max_model_len)
     prompts = stepping.random_prompts(settings.batch, settings.context, runner.vocab_size, settings.period)
     sequences = [stepping.make_sequence(i, prompt, max_tokens=num_tokens) for i, prompt in enumerate(prompts)]
     bench.add(sequences)

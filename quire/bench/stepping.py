@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shlex
 import time
@@ -13,17 +14,22 @@ from pathlib import Path
 from gpu_worker.engine.batch_plan import BatchPlan, DrawnToken, ModelRunner
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.sequence import Sequence as EngineSequence
+from gpu_worker.service import make_engine
 from quire.bench.statistics import percentile
 from shared import flags
-from shared.config import WorkerConfig
+from shared.clock import Clock, MonotonicClock
+from shared.config import EngineConfig, WorkerConfig
 from shared.ids import RequestId
 from shared.messages import SamplingParams
-from shared.speculation import SpeculationConfig
 
 PARTS = ("plan", "inputs", "forward", "sampling", "rest of runner", "start", "keep", "view")
 """Of a step, in their order; what a runner names beside these comes last. A step that only takes the likeliest tokens
 has no sampling: that is in forward. Plan and inputs are the next step's, made while the model computes where it can;
 forward is what is waited for after that. So ops, which are parts of forward, may take longer than it does."""
+
+NO_STEP_LIMIT_MS = math.inf
+"""A bench's `--max-step-ms`: prompts are computed in whole steps, also beside sequences that have theirs. With a
+worker's limit the first of a batch would be far beyond the context to measure, or at their end, when the last begin."""
 
 
 class NullRunner:
@@ -119,25 +125,19 @@ class TimedSteps:
 
 
 class Bench:
-    """An engine over `runner` and ways to time it.
+    """A worker's engine over `runner`, and ways to time it. It learns what steps cost as it does in a worker, so drafts
+    are taken while they pay.
 
     Args:
-        budget: most tokens in a step.
-        speculation: how drafts are made; None: there are none.
+        limits: those of the engine.
+        clock: what the engine learns from; None: the machine's.
     """
 
     def __init__(
-        self, runner: ModelRunner, *, max_model_len: int, max_num_seqs: int, budget: int,
-        speculation: SpeculationConfig | None = None,
-    ) -> None:  # fmt: skip
+        self, runner: ModelRunner, limits: EngineConfig, *, max_model_len: int, clock: Clock | None = None
+    ) -> None:
         self._runner = TimedRunner(runner)
-        self.engine = Engine(
-            self._runner,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            speculation=speculation,
-        )
+        self.engine = make_engine(self._runner, limits, max_model_len=max_model_len, clock=clock or MonotonicClock())
 
     def add(self, sequences: Iterable[EngineSequence]) -> None:
         """Let the engine take these in."""

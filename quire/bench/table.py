@@ -25,7 +25,7 @@ from quire.bench.serve import BenchConfig
 from quire.bench.served import BlockWatch, ServedModel
 from shared import config, flags
 from shared.config import ServeConfig
-from shared.errors import ConfigError, QuireError
+from shared.errors import ConfigError, QuireError, shorten
 from shared.flags import setting
 
 MEMORY_DEFINITION = (
@@ -117,10 +117,10 @@ def _check(settings: TableConfig) -> None:
     """Raise `ConfigError` for what would otherwise fail late."""
     for name in settings.configuration:
         if name not in CONFIGURATIONS:
-            raise ConfigError(f"--configuration={name}: choose from {', '.join(CONFIGURATIONS)}")
+            raise ConfigError(f"--configuration={shorten(name)}: choose from {', '.join(CONFIGURATIONS)}")
     for name in settings.workload:
         if name not in ("w1", "w2", "w3", "w4"):
-            raise ConfigError(f"--workload={name}: choose from w1, w2, w3, w4")
+            raise ConfigError(f"--workload={shorten(name)}: choose from w1, w2, w3, w4")
     if settings.peer_url:
         serve.check_url("--peer-url", settings.peer_url)
     _serve_config(settings)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, shorten
 
 LOWEST_TOKEN_ID = 300
 HIGHEST_TOKEN_ID = 30_000
@@ -64,11 +64,11 @@ def build(name: str, *, repeat: int = 0, highest_token_id: int = HIGHEST_TOKEN_I
         return maker(repeat, highest_token_id)
     path = Path(name)
     if not path.is_file():
-        raise ConfigError(f"--workload={name}: neither one of {', '.join(_MAKERS)} nor a file")
+        raise ConfigError(f"--workload={shorten(name)}: neither one of {', '.join(_MAKERS)} nor a file")
     lines = path.read_text(encoding="utf-8").splitlines()
     requests = tuple(_parse_line(path, i, line) for i, line in enumerate(lines, 1) if line.strip())
     if not requests:
-        raise ConfigError(f"--workload={name}: the file has no requests")
+        raise ConfigError(f"--workload={shorten(name)}: the file has no requests")
     return Workload(name=path.name, requests=requests)
 
 

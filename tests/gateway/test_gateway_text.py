@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from gateway.chat_template import ChatTemplate
 from gateway.detokenize import TokenText
 from gateway.fold import ChoiceEnd, Done, Event, EventId, ResponseFold, TextEvent, Usage
 from gateway.model_folder import load_model_folder
@@ -30,6 +31,17 @@ EMOJI = "🌍你ь👩‍👩‍👧"
 @pytest.fixture(scope="module")
 def token_text(tmp_path_factory: pytest.TempPathFactory) -> TokenText:
     return TokenText(load_model_folder(make_model_folder(tmp_path_factory.mktemp("m") / "tiny")))
+
+
+@pytest.mark.parametrize("source", ["{{ raise_exception('no: ' + messages[0]['content']) }}",
+                                    "{{ {}[messages[0]['content']].x }}"])  # fmt: skip
+def test_a_templates_refusal_repeats_little(source: str) -> None:
+    """What a template says of a message, itself or by failing, should be short, however long the message is."""
+    template = ChatTemplate(source, {}, [])
+    with pytest.raises(InvalidRequest) as caught:
+        template.render([{"role": "user", "content": "x" * 100_000}])
+    assert caught.value.message.startswith("messages: ")
+    assert len(caught.value.message) < 600
 
 
 def sentencepiece_folder(path: Path, *, strips: bool) -> Path:

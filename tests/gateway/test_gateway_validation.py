@@ -220,12 +220,29 @@ async def test_deep_values_are_refused_in_every_field(site: Site, path: str, fie
     await site.check_alive()
 
 
-@pytest.mark.parametrize("body", [{"logit_bias": {"k" * 10**6: "x"}}, {"temperature": [["x" * 10**6]]},
-                                  {"stop_token_ids": {"x" * 10**6: 1}}, {"model": "m" * 10**6}])  # fmt: skip
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize("body", [{"logit_bias": {LONG: "x"}}, {"logit_bias": {LONG: 1}}, {"temperature": [[LONG]]},
+                                  {"stop_token_ids": {LONG: 1}}, {"model": LONG}, {LONG: 1}, {"user": LONG},
+                                  {"stream_options": {LONG: 1}}, {"stop": LONG}, {"n": LONG}, {"chat_template": LONG},
+                                  {"messages": [{"role": LONG}]},
+                                  {"messages": [{"role": "user", "content": "", LONG: 1}]},
+                                  {"messages": [{"role": "user", "content": [{LONG: 1}]}]}])  # fmt: skip
 async def test_an_error_repeats_little_of_what_was_sent(site: Site, body: dict[str, Any]) -> None:
     """An error's message should stay short, however long the wrong name or value is."""
-    error = await refused(site, COMPLETIONS, {"prompt": "hi", **body})
-    assert len(error["message"]) < 500
+    error = await refused(site, CHAT, {"messages": USER, **body})
+    assert len(orjson.dumps(error)) < 600
+
+
+async def test_a_model_is_named_by_its_ends(site: Site) -> None:
+    """A name that is just allowed should be shown by its beginning and its end in the 404."""
+    name = "begin" + "x" * 502 + "ends!"
+    status, answer = await site.post(COMPLETIONS, {"prompt": "hi", "model": name})
+    assert status == 404
+    assert answer["error"]["message"].startswith("model: 'beginxxx")
+    assert answer["error"]["message"].endswith("xends!' is not served here; served: tiny")
+    assert len(answer["error"]["message"]) < 300
 
 
 async def test_a_repetition_penalty_near_zero_is_refused(site: Site) -> None:

@@ -85,6 +85,51 @@ def test_a_folder_that_cannot_be_is_named(flag: str, tmp_path: Path) -> None:
     assert answer.stderr == f"quire: error: {flag}={tmp_path / 'file' / 'below'}: Not a directory\n"
 
 
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("quire", [LONG]),
+        ("quire", ["bench", LONG]),
+        ("quire", ["serve", "--port=0", LONG]),
+        ("quire", ["serve", "--port=0", f"--cache-dir={LONG}"]),
+        ("quire", ["serve", "--port=0", f"--host={LONG}"]),
+        ("quire", ["serve", "--port=0", f"--speculative-config={LONG}"]),
+        ("quire", ["bench", "step", LONG]),
+        ("quire", ["bench", "step", "test", f"--cache-dir={LONG}"]),
+        ("quire", ["bench", "step", "test", f"--json={LONG}/x"]),
+        ("quire", ["bench", "growth", f"--out={LONG}"]),
+        ("quire", ["bench", "serve", f"--base-url={LONG}"]),
+        ("quire", ["bench", "serve", f"--workload={LONG}"]),
+        ("quire", ["bench", "table", f"--workload={LONG}"]),
+        ("quire", ["bench", "table", f"--configuration={LONG}"]),
+        ("quire", ["bench", "model", "tiny", LONG]),
+        ("gateway", ["--redis-url=unix:///no.sock", f"--model={LONG}"]),
+        ("gpu_worker", ["--redis-url=unix:///no.sock", "--device=cpu", f"--model={LONG}"]),
+        ("scheduler_svc", ["--redis-url=unix:///no.sock", f"--log-level={LONG}"]),
+    ],
+    ids=lambda part: None if isinstance(part, str) else " ".join(part)[:40],
+)
+def test_what_was_given_is_not_repeated_at_length(module: str, arguments: list[str]) -> None:
+    """A value of 100 kB should be refused in one short line, not with a traceback: no terminal is flooded."""
+    answer = run(*arguments, module=module)
+    assert answer.returncode == 2
+    last = answer.stderr.splitlines()[-1]  # a service logs what it is about to do
+    assert last.startswith(f"{module}: error: ")
+    assert "xxx...xxx" in last
+    assert len(answer.stderr) < 700
+
+
+def test_a_long_data_dir_is_not_repeated_at_length(tmp_path: Path) -> None:
+    """The folder of the private Redis' data is looked at later than the rest, and should be refused as shortly."""
+    answer = run("serve", str(make_folder(tmp_path)), "--port=0", f"--data-dir={LONG}")
+    assert answer.returncode == 2
+    assert answer.stderr.endswith(": File name too long\n")
+    assert len(answer.stderr) < 600
+
+
 def test_serving_waits_for_the_redis_it_was_given(tmp_path: Path) -> None:
     """While the given Redis does not answer, one line should say so; nothing is started, and Ctrl-C ends it with 0."""
     command = [sys.executable, "-m", "quire", "serve", str(make_folder(tmp_path)), "--port=0"]

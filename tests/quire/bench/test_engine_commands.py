@@ -8,13 +8,15 @@ from xml.etree import ElementTree
 
 import pytest
 
+from gpu_worker.engine.batch_plan import DrawnToken
 from gpu_worker.engine.sequence import SequenceStatus
 from quire.bench import growth, step, stepping
 from quire.bench.queued_policy import QueuedPolicy
 from quire.bench.step import StepConfig
 from quire.bench.stepping import Bench, NullRunner, make_sequence
+from shared.clock import ManualClock
+from shared.config import EngineConfig
 from shared.errors import ConfigError
-from shared.speculation import SpeculationConfig
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +44,68 @@ def test_prompts_can_be_timed(cache_dir: str, capsys: pytest.CaptureFixture[str]
     assert "prompts: 1 steps" in capsys.readouterr().out
 
 
-def test_drafts_are_counted() -> None:
-    """With speculation all tokens that came should be counted, not a token a step, and drafts be shown."""
-    speculation = SpeculationConfig(num_tokens=3, lookup_max=1, lookup_min=1)
-    bench = Bench(NullRunner(64), max_model_len=256, max_num_seqs=4, budget=64, speculation=speculation)
+class PacedRunner(NullRunner):
+    """Always right, and steps take what the clock is told: `fixed_s`, and `row_s` for each row."""
+
+    def __init__(self, clock: ManualClock, *, fixed_s: float = 0.0, row_s: float = 0.0) -> None:
+        super().__init__(64)
+        self._clock, self._fixed_s, self._row_s = clock, fixed_s, row_s
+
+    def finish(self) -> list[DrawnToken]:
+        self._clock.advance(self._fixed_s + self._row_s * self._plan.num_tokens)
+        return super().finish()
+
+
+def speculating_bench(clock: ManualClock, runner: NullRunner) -> Bench:
+    """Two sequences that repeat one token are in it."""
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
+    limits = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, speculative_config=json.dumps(config))
+    bench = Bench(runner, limits, max_model_len=256, clock=clock)
     bench.add(make_sequence(i, [7, 7], max_tokens=100) for i in range(2))
+    return bench
+
+
+def test_drafts_are_counted() -> None:
+    """With speculation all tokens that came should be counted, not a token a step, and drafts be shown: where steps
+    take as long whatever they hold, as soon as that is known, which takes two sizes of steps."""
+    clock = ManualClock()
+    bench = speculating_bench(clock, PacedRunner(clock, fixed_s=0.01))
+    assert bench.step(2).num_drafted == 0
     times = bench.step(10)
-    assert times.num_drafted == times.num_accepted == 9 * 2 * 3
+    assert times.num_drafted == times.num_accepted == 10 * 2 * 3
     assert times.num_drawn == 2 * 10 + times.num_accepted
     shown = step._format("title", times, StepConfig(batch=2))
-    assert "drafts: 54 tokens, 100 % of them right, 3.70 tokens a step and sequence" in shown
+    assert "drafts: 60 tokens, 100 % of them right, 4.00 tokens a step and sequence" in shown
+
+
+def test_drafts_that_do_not_pay_are_not_taken() -> None:
+    """Where a row more takes as long as a token by itself, there should be no drafts, as in a worker."""
+    clock = ManualClock()
+    bench = speculating_bench(clock, PacedRunner(clock, row_s=0.01))
+    times = bench.step(12)
+    assert times.num_drafted == 0
+    assert times.num_drawn == 2 * 12
+    assert "drafts" not in step._format("title", times, StepConfig(batch=2))
+
+
+def test_an_engine_learns_by_the_clock_of_the_machine() -> None:
+    """Without another clock the time of steps should be known after the first ones."""
+    bench = Bench(NullRunner(64), EngineConfig(), max_model_len=256)
+    bench.add([make_sequence(0, [1, 2, 3], max_tokens=9)])
+    taken = bench.step(5)
+    assert 0 < bench.engine._cost.step_s(1.0) < sum(taken.wall_s)
+
+
+@pytest.mark.parametrize(("max_step_ms", "count"), [(stepping.NO_STEP_LIMIT_MS, 3), (150.0, 6)])
+def test_prompts_are_computed_in_whole_steps(max_step_ms: float, count: int) -> None:
+    """However long steps take, prompts should be cut to `--max-num-batched-tokens` only, also beside sequences that
+    have theirs; a worker's limit would cut them to a few tokens a step."""
+    clock = ManualClock()
+    limits = EngineConfig(max_num_seqs=4, max_num_batched_tokens=42, max_step_ms=max_step_ms)
+    bench = Bench(PacedRunner(clock, row_s=0.01), limits, max_model_len=256, clock=clock)
+    sequences = [make_sequence(i, [7] * 40, max_tokens=100) for i in range(3)]
+    bench.add(sequences)
+    assert len(bench.step_until_drawn(sequences).wall_s) == count
 
 
 @pytest.mark.parametrize(("flag", "words"), [("--context=5000", "takes 4096"), ("--batch=4096", "does not fit")])
@@ -87,7 +141,7 @@ def test_the_queue_keeps_its_length_while_it_is_measured() -> None:
 
 def test_steps_without_a_model_serve_every_sequence() -> None:
     """The stand-in for a model should make sequences grow by a token a step and end."""
-    bench = Bench(NullRunner(64), max_model_len=256, max_num_seqs=4, budget=64)
+    bench = Bench(NullRunner(64), EngineConfig(max_num_seqs=4, max_num_batched_tokens=64), max_model_len=256)
     sequences = [stepping.make_sequence(rank, [1, 2, 3], max_tokens=3) for rank in range(6)]
     bench.add(sequences)
     bench.step_until_drawn(sequences[:4])
