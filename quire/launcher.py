@@ -179,7 +179,7 @@ class _Cell:
         except OSError as error:
             raise ConfigError(f"--data-dir={shorten(folder)}: {error.strerror or error}") from None
         log = folder / "redis.log"
-        redis = EmbeddedRedis(folder, ("--logfile", str(log)))
+        redis = EmbeddedRedis(folder, ("--logfile", str(log)), is_kept=bool(self._config.data_dir))
         redis.refuse_second()
         self._supervisor.start(
             ChildSpec(name="redis", argv=tuple(redis.command()), environment=settings.child_environment({}))

@@ -1,14 +1,14 @@
 """One connection to Redis: commands go out in the order they are asked, replies come back in the same order.
 
-Design note. redis-py connects (TLS, AUTH, SELECT), packs and parses; what is ours is the line of those who wait.
-Commands are pipelined: whoever asks gets a future, and all that is asked in one turn of the event loop goes out in one
-write. One task reads; replies that came together are handed out without leaving it. So a command needs no pool, no lock
-and no time-out of its own, which is most of what one costs through `redis.asyncio.Redis`. What follows from it:
+Design note. redis-py connects (addresses, TLS, AUTH, SELECT); then its stream is taken over, hiredis parses, and what
+is ours is the line of those who wait. Commands are pipelined: whoever asks gets a future, and all that is asked in one
+turn of the event loop goes out in one write. There is no task, no pool, no lock and no time-out behind a command, which
+is most of what one costs through `redis.asyncio.Redis`, and a publication reaches `on_push` by plain calls from the
+event loop. What follows from it:
 
 * a caller that is cancelled leaves its place in the line; the reply is dropped when it comes (the command was sent);
 * a connection that breaks, or on which a command has waited longer than `patience_s`, fails everybody in the line with
-  `ConnectionError`: nobody knows which commands took effect. redis-py takes some error replies for a broken connection
-  too (LOADING, NOAUTH, too many clients); each would meet every command behind it;
+  `ConnectionError`: nobody knows which commands took effect;
 * frames that no command waits for (publications) go to `on_push`.
 
 RESP2: replies are bytes, ints, None and lists; an error reply raises `redis.exceptions.ResponseError`.
@@ -17,12 +17,11 @@ RESP2: replies are bytes, ints, None and lists; an error reply raises `redis.exc
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shared.errors import ConfigError
 
@@ -33,24 +32,29 @@ Argument = bytes | str | int | float
 
 _OPTIONS = {"protocol": 2, "socket_timeout": None, "socket_connect_timeout": None, "health_check_interval": 0}
 """Whatever the address says: the time-outs and the PING of redis-py are for callers that take turns."""
+_NOT_YET = object()
 
 
-class RedisConnection:
+class RedisConnection(asyncio.Protocol):
     """See the module; made by `connect`.
 
     Args:
-        connection: redis-py's, connected.
+        stream: of redis-py's connection, which has entered; nobody else uses it.
         patience_s: how long a command may wait for its reply.
         on_push: takes frames that no command waits for; called with None when the connection is lost.
     """
 
     def __init__(
-        self, connection: AbstractConnection, patience_s: float, on_push: Callable[[Any], None] | None = None
+        self, stream: asyncio.StreamWriter, patience_s: float, on_push: Callable[[Any], None] | None = None
     ) -> None:
+        import hiredis
         from redis.connection import HiredisRespSerializer
+        from redis.exceptions import ResponseError
 
-        self._connection = connection
-        self._pack: Callable[..., list[bytes]] = HiredisRespSerializer().pack  # the connection's own takes 3 × as long
+        self._reply_error = ResponseError
+        self._protocol_error = hiredis.ProtocolError
+        self._reader = hiredis.Reader(replyError=ResponseError, notEnoughData=_NOT_YET)
+        self._pack: Callable[..., list[bytes]] = HiredisRespSerializer().pack
         self._loop = asyncio.get_running_loop()
         self._patience_s = patience_s
         self._on_push = on_push
@@ -59,10 +63,10 @@ class RedisConnection:
         self._watch: asyncio.TimerHandle | None = None
         self._is_open = True
         self._why_lost = "the connection is lost"
-        self._may_read = asyncio.Event()
-        self._may_read.set()
-        self._reading = self._loop.create_task(self._read())
-        self._sending: asyncio.Task[None] | None = None
+        self._lost = asyncio.Event()
+        self._stream = stream  # kept: one that is forgotten closes its transport
+        self._transport = cast(asyncio.Transport, stream.transport)
+        self._transport.set_protocol(self)
 
     @property
     def is_open(self) -> bool:
@@ -94,49 +98,47 @@ class RedisConnection:
             raise ConnectionError(self._why_lost)
         packed = self._pack(*command)
         if not self._outgoing:
-            self._sending = self._loop.create_task(self._send())
+            self._loop.call_soon(self._send)
         self._outgoing += packed
 
     def pause(self) -> None:
         """Read no more until `resume`."""
-        self._may_read.clear()
+        if self._is_open:
+            self._transport.pause_reading()
 
     def resume(self) -> None:
         """Read on."""
-        self._may_read.set()
+        if self._is_open:
+            self._transport.resume_reading()
 
     def close(self, why: str = "the connection was closed") -> None:
         """Drop the connection; everybody in the line fails."""
         if self._is_open:
             self._is_open, self._why_lost = False, why
-            self._loop.call_soon(self._reading.cancel)  # by then it has begun, so that it disconnects
+            self._transport.abort()
         self._fail_all()
 
     async def wait_closed(self) -> None:
         """Until a connection that was closed is gone."""
-        await asyncio.wait({self._reading})
+        await self._lost.wait()
 
-    async def _read(self) -> None:
-        """Hand out what comes until the connection is lost or closed."""
-        from redis.exceptions import RedisError, ResponseError
-
-        read = partial(
-            self._connection.read_response, disable_decoding=True, timeout=math.inf, disconnect_on_error=False
-        )
+    def data_received(self, data: bytes) -> None:
+        """Of the event loop: hand out what has come."""
+        self._reader.feed(data)
         try:
-            while await self._may_read.wait():
-                try:
-                    self._take(await read())
-                except ResponseError as error:
-                    self._take(error)
-        except RedisError as error:
-            self._why_lost = str(error)
-        finally:
-            self._is_open = False
-            self._fail_all()
-            await self._connection.disconnect(nowait=True)
-            if self._on_push is not None:
-                self._on_push(None)
+            while (reply := self._reader.gets(False)) is not _NOT_YET:
+                self._take(reply)
+        except self._protocol_error as error:
+            self.close(f"not the protocol of Redis: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Of the event loop: nothing comes any more."""
+        if self._is_open:
+            self._is_open, self._why_lost = False, str(exc or "Connection closed by server.")
+        self._fail_all()
+        self._lost.set()
+        if self._on_push is not None:
+            self._on_push(None)
 
     def _take(self, reply: Any) -> None:
         if not self._is_open:
@@ -148,22 +150,16 @@ class RedisConnection:
         future, _ = self._line.popleft()
         if future.done():
             return
-        if isinstance(reply, Exception):
+        if isinstance(reply, self._reply_error):
             future.set_exception(reply)
         else:
             future.set_result(reply)
 
-    async def _send(self) -> None:
+    def _send(self) -> None:
         """Write what was asked since the last turn of the loop."""
-        from redis.exceptions import RedisError
-
         packed, self._outgoing = self._outgoing, []
-        if not self._is_open:  # redis-py would connect again
-            return
-        try:
-            await self._connection.send_packed_command(packed, check_health=False)
-        except (RedisError, RuntimeError) as error:  # RuntimeError: uvloop's, of a socket that broke in this turn
-            self.close(str(error))
+        if self._is_open and not self._transport.is_closing():  # a socket that broke in this turn: `connection_lost`
+            self._transport.write(packed[0] if len(packed) == 1 else b"".join(packed))
 
     def _check_patience(self) -> None:
         """Give the connection up when the first in the line has waited too long; else look again when it would have."""
@@ -227,9 +223,19 @@ async def connect(
         try:
             async with asyncio.timeout(timeout_s):
                 await connection.connect()  # type: ignore[no-untyped-call]
-        except (RedisError, RuntimeError) as error:  # RuntimeError: as in `_send`
+        except (RedisError, RuntimeError) as error:  # RuntimeError: uvloop's, of a socket that broke in this turn
             raise ConnectionError(str(error)) from error
         except TimeoutError as error:
             raise ConnectionError(f"no connection in {timeout_s:g} s") from error
+        stream = _take_over(connection)
         undo.pop_all()
-    return RedisConnection(connection, patience_s, on_push)
+    return RedisConnection(stream, patience_s, on_push)
+
+
+def _take_over(connection: AbstractConnection) -> asyncio.StreamWriter:
+    """The stream of `connection`, which for redis-py is disconnected then. Raises `ConnectionError` when it is lost."""
+    reader, stream = connection._reader, connection._writer
+    if reader is None or stream is None or reader.at_eof() or stream.transport.is_closing():
+        raise ConnectionError("the connection is lost")
+    connection._reader = connection._writer = None
+    return stream

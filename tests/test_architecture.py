@@ -21,7 +21,7 @@ MAY_IMPORT = {
 }
 ONLY_IN = {
     "redis": ("shared/redis_",),
-    "hiredis": (),
+    "hiredis": ("shared/redis_connection.py",),
     "aiohttp": ("gateway/", "quire/bench/"),
     "torch": ("gpu_worker/", "kernels/", "quire/bench/random_model.py", "quire/bench/gpu", "quire/smollm2.py"),
     "pickle": (),

@@ -41,6 +41,7 @@ class GatewayBenchConfig:
     concurrency: int = setting(32, "one-token requests in flight when their cost is measured", minimum=1)
     idle_s: float = setting(5.0, "how long to watch the cell without work", minimum=0.1)
     gateways: int = setting(1, "gateways, which get the streams in turn", minimum=1, maximum=16)
+    kept: bool = setting(False, "let Redis wait for the disk at each write, as `quire serve` does with --data-dir")
     model: str = setting("", "folder whose tokenizer to use; default: that of `quire bench model tiny`")
     json: str = setting("", "write all figures to this file")
 
@@ -64,7 +65,13 @@ def measure(settings: GatewayBenchConfig) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as name:
         folder = Path(name)
         model = Path(settings.model) if settings.model else write_random_model("tiny", folder / "model")
-        plan = CellPlan(folder=folder, model=model, num_gateways=settings.gateways, step_ms=settings.step_ms)
+        plan = CellPlan(
+            folder=folder,
+            model=model,
+            num_gateways=settings.gateways,
+            step_ms=settings.step_ms,
+            is_kept=settings.kept,
+        )
         with MockCell(plan) as cell, as_background():
             return uvloop.run(_measure(cell, settings, model))
 

@@ -31,12 +31,14 @@ CpuTimes = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellPlan:
-    """`folder`: an empty one for data and logs. `model`: a model folder, of which only the text side is used."""
+    """`folder`: an empty one for data and logs. `model`: a model folder, of which only the text side is used.
+    `is_kept`: see `EmbeddedRedis`."""
 
     folder: Path
     model: Path
     num_gateways: int
     step_ms: float
+    is_kept: bool = False
 
 
 class MockCell:
@@ -49,7 +51,7 @@ class MockCell:
 
     def __init__(self, plan: CellPlan) -> None:
         self._plan = plan
-        self._redis = EmbeddedRedis(plan.folder / "redis")
+        self._redis = EmbeddedRedis(plan.folder / "redis", is_kept=plan.is_kept)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.ports: list[int] = []
 

@@ -8,10 +8,13 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import struct
+import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -140,6 +143,54 @@ def test_a_reset_fails_every_command() -> None:
         assert {ConnectionError} == {type(outcome) for outcome in outcomes}
     gc.collect()
     assert complaints == []
+
+
+async def _answer_as_redis(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """ECHO is answered, QUIT obeyed, anything else is OK."""
+    import hiredis
+
+    parser = hiredis.Reader()
+    while data := await reader.read(65536):
+        parser.feed(data)
+        while command := parser.gets():
+            if command[0] == b"QUIT":
+                writer.close()
+                return
+            writer.write(b"$%d\r\n%b\r\n" % (len(command[1]), command[1]) if command[0] == b"ECHO" else b"+OK\r\n")
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with key and certificate of a server at localhost, signed by itself."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl here")
+    path = tmp_path_factory.mktemp("tls") / "both.pem"
+    subject = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost")
+    command = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject)
+    subprocess.run([*command, "-keyout", path, "-out", f"{path}.crt"], check=True, capture_output=True)
+    path.write_text(path.read_text() + Path(f"{path}.crt").read_text())
+    return path
+
+
+@pytest.mark.parametrize("run", [uvloop.run, asyncio.run])
+def test_a_connection_may_be_encrypted(run: Callable[[Coroutine[Any, Any, None]], None], certificate: Path) -> None:
+    """Behind `rediss://`, commands side by side, large ones too, should get their replies, also after a lost one."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+
+    async def talk() -> None:
+        async with await asyncio.start_server(_answer_as_redis, "127.0.0.1", 0, ssl=context) as server:
+            port = server.sockets[0].getsockname()[1]
+            link = RedisLink(f"rediss://:secret@localhost:{port}/2?ssl_ca_certs={certificate}")
+            texts = [str(number) * 100_000 for number in range(10)]
+            for _ in range(2):
+                answers = await asyncio.gather(*(link.call("ECHO", text) for text in texts))
+                assert [text.encode() for text in texts] == answers
+                with pytest.raises(BusUnavailable):
+                    await link.call("QUIT")
+            await link.close()
+
+    run(talk())
 
 
 async def test_an_address_names_a_database(own_server: EmbeddedRedis, link: RedisLink) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import redis
 from openai import OpenAI
 
 from tests.e2e.cell import Cell
@@ -101,6 +102,16 @@ def test_ctrl_c_leaves_nothing(start_cell: StartCell) -> None:
         assert "not stopped, killing" not in cell.log()
         assert [process for process in processes if process.is_running()] == []
         assert not folder.exists()
+
+
+@pytest.mark.parametrize(("is_named", "when"), [(True, "always"), (False, "no")])
+def test_only_a_named_data_folder_waits_for_the_disk(
+    start_cell: StartCell, tmp_path: Path, is_named: bool, when: str
+) -> None:
+    """Redis should write through to the disk if its folder is kept, and not if nobody would come back to it."""
+    cell = start_cell(*([f"--data-dir={tmp_path}"] if is_named else []))
+    with redis.Redis.from_url(cell.redis_url) as client:
+        assert client.config_get("appendfsync") == {"appendfsync": when}
 
 
 def test_default_model_knows_the_capital_of_france(start_cell: StartCell) -> None:

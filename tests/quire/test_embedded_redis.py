@@ -74,6 +74,24 @@ def test_starts_again_after_a_kill(folder: Path) -> None:
     server.stop()
 
 
+@pytest.mark.parametrize(("is_kept", "when"), [(True, "always"), (False, "no")])
+def test_what_was_answered_survives_a_kill(folder: Path, is_kept: bool, when: str) -> None:
+    """Each write that was answered should be found after kill -9, whether or not the folder outlives the machine."""
+    redis = pytest.importorskip("redis", reason="the redis package is not installed here")
+    server = EmbeddedRedis(folder, is_kept=is_kept)
+    server.start()
+    for num_kills in range(1, 4):
+        with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
+            assert client.config_get("appendfsync") == {"appendfsync": when}
+            for number in range(100):
+                last = client.rpush("numbers", number)
+        server.kill()
+        server.start()
+        with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
+            assert last == client.llen("numbers") == 100 * num_kills
+    server.stop()
+
+
 def test_a_folder_has_one_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second server on the same folder should be refused, and the first go on to work."""
     monkeypatch.setattr(embedded_redis, "LEAVE_TIMEOUT_S", 0.05)
