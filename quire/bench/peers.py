@@ -19,6 +19,7 @@ class Peer:
 
 
 ZEN4 = "2 cores of an AMD EPYC (Zen 4), 2026-11-29"
+ZEN3 = "2 cores of an AMD EPYC (Zen 3), 2026-11-30"
 XEON_AMX = "2 cores of an Intel Xeon with AMX, 2026-11-30"
 
 PEERS: dict[str, dict[tuple[str, str], Peer]] = {
@@ -58,6 +59,8 @@ def kind_of(cpuinfo: str) -> str | None:
     words = set(cpuinfo.split())
     if "AuthenticAMD" in words and "avx512_bf16" in words:
         return ZEN4
+    if "AuthenticAMD" in words and "vaes" in words and "avx512f" not in words:
+        return ZEN3
     if "GenuineIntel" in words and "amx_bf16" in words:
         return XEON_AMX
     return None
