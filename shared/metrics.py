@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, shorten
 
 
 class MetricsServer:
@@ -33,9 +33,9 @@ def serve_metrics(registry: CollectorRegistry, *, host: str, port: int) -> Metri
     """Serve `registry` in Prometheus' text format on every path of `host:port` (0: any free port).
 
     Raises:
-        ConfigError: the port cannot be had.
+        ConfigError: the port cannot be had, or there is no such address.
     """
     try:
         return MetricsServer(*start_http_server(port, host, registry))
-    except OSError as error:
-        raise ConfigError(f"metrics_port={port}: {error}") from None
+    except (OSError, UnicodeError) as error:  # a host name that is none fails to be encoded
+        raise ConfigError(f"metrics_host={shorten(host)} metrics_port={port}: {error}") from None

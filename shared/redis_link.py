@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import BusBroken, BusError, BusRefused, BusUnavailable, LeaderLost
+from shared.errors import BusBroken, BusError, BusRefused, BusUnavailable, LeaderLost, shorten
 from shared.redis_connection import Argument, RedisConnection, connect, connection_maker
 from shared.redis_lua import NOT_LEADER, Script
 
@@ -143,7 +143,7 @@ class RedisLink:
 def _our_error(error: OSError | ResponseError) -> BusError | LeaderLost:
     """What a lost connection or an error reply means."""
     if isinstance(error, OSError):
-        return BusUnavailable(f"Redis: {error}")
+        return BusUnavailable(f"Redis: {shorten(error)}")  # it may name a socket, which may be anything
     text = f"{error.status_code or ''} {error}".strip()  # redis-py takes the first word off when it knows it
     words = {word.lstrip("-") for word in text.split()}  # Redis 6.2 wraps a script's error in a sentence
     if NOT_LEADER in words:

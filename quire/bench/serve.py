@@ -83,19 +83,22 @@ async def measure(settings: BenchConfig) -> list[dict[str, Any]]:
             client = BenchClient(session, settings.model or await first_model(session))
         except aiohttp.ClientResponseError as error:
             remedy = "; give --api-key" if error.status == HTTPStatus.UNAUTHORIZED else ""
-            problem = f"{error.status} {error.message}{remedy}"
-            raise QuireError(f"{settings.base_url} does not list its models: {problem}") from None
+            raise _no_models(settings, f"{error.status} {shorten(error.message)}{remedy}") from None
         except (aiohttp.ClientError, ValueError, KeyError, IndexError) as error:
-            raise QuireError(f"{settings.base_url} does not list its models: {error}") from None
+            raise _no_models(settings, shorten(error)) from None
         await _warm_up(client, settings)
         return [await _measure_workload(client, settings, name) for name in settings.workload]
+
+
+def _no_models(settings: BenchConfig, problem: str) -> QuireError:
+    return QuireError(f"{shorten(settings.base_url)} does not list its models: {problem}")
 
 
 async def _warm_up(client: BenchClient, settings: BenchConfig) -> None:
     (request,) = workloads.build("w1", repeat=999, highest_token_id=settings.highest_token_id).requests
     trace = await client.stream(replace(request, max_tokens=8))
     if trace.error:
-        raise QuireError(f"the first request failed: {trace.error}")
+        raise QuireError(f"the first request failed: {shorten(trace.error)}")
 
 
 async def _measure_workload(client: BenchClient, settings: BenchConfig, name: str) -> dict[str, Any]:

@@ -109,6 +109,7 @@ LONG = "x" * 100_000
         ("gateway", ["--redis-url=unix:///no.sock", f"--model={LONG}"]),
         ("gpu_worker", ["--redis-url=unix:///no.sock", "--device=cpu", f"--model={LONG}"]),
         ("scheduler_svc", ["--redis-url=unix:///no.sock", f"--log-level={LONG}"]),
+        ("scheduler_svc", ["--redis-url=unix:///no.sock", "--metrics-port=0", f"--metrics-host={LONG}"]),
     ],
     ids=lambda part: None if isinstance(part, str) else " ".join(part)[:40],
 )
@@ -120,6 +121,15 @@ def test_what_was_given_is_not_repeated_at_length(module: str, arguments: list[s
     assert last.startswith(f"{module}: error: ")
     assert "xxx...xxx" in last
     assert len(answer.stderr) < 700
+
+
+def test_a_long_address_is_not_repeated_at_length() -> None:
+    """A server that cannot be reached should be named by its ends, with exit code 1."""
+    answer = run("bench", "serve", f"--base-url=http://{LONG}")
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("quire: error: http://xxx")
+    assert "xxx does not list its models: " in answer.stderr
+    assert len(answer.stderr) < 600
 
 
 def test_a_long_data_dir_is_not_repeated_at_length(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from shared import config, failpoints, flags
 from shared.config import ServeConfig, WorkerConfig
-from shared.errors import MAX_SHOWN_CHARS, ConfigError, shorten
+from shared.errors import MAX_SHOWN_CHARS, BusUnavailable, ConfigError, shorten
+from shared.redis_bus import open_bus
 
 LONG = "x" * 100_000
 TAKEN = ("model", "served_model_name", "host", "api_key", "cache_dir", "data_dir", "state_file", "redis_url",
@@ -81,6 +82,15 @@ def test_a_speculative_config_is_not_repeated_at_length(value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         config.load(WorkerConfig, [f"--speculative-config={json.dumps(value)}"], program="test")
     assert str(caught.value).startswith("--speculative-config: ")
+    assert len(str(caught.value)) < 500
+
+
+async def test_a_redis_that_is_not_there_is_not_named_at_length() -> None:
+    """What a lost connection is told with should be short, whatever socket was given: it is logged again and again."""
+    bus = open_bus("unix:///" + LONG)
+    with pytest.raises(BusUnavailable) as caught:
+        await bus.ping()
+    await bus.close()
     assert len(str(caught.value)) < 500
 
 
