@@ -227,14 +227,17 @@ class _Term:
     async def _watch(self) -> None:
         """Leases and deadlines."""
         self._next_watch = self._clock.now() + self._watch_s
-        await self._feed(d.WorkersSeen(pulses=tuple(await self._bus.read_workers())))
-        await self._feed(d.GatewaysSeen(beats=await self._bus.read_gateways()))
+        pulses, beats = await asyncio.gather(self._bus.read_workers(), self._bus.read_gateways())  # in one round trip
+        await self._feed(d.WorkersSeen(pulses=tuple(pulses)))
+        await self._feed(d.GatewaysSeen(beats=beats))
         await self._feed(d.Tick())
 
     async def _scan(self) -> None:
         """Compare with `live` and the records: streams are only wake-ups."""
-        await self._handle_wake_ups(await self._bus.claim_submits(CONSUMER, CLAIM_IDLE_MS, READ_COUNT))
-        live, known = await self._bus.list_live(), self._policy.request_ids
+        claim = self._bus.claim_submits(CONSUMER, CLAIM_IDLE_MS, READ_COUNT)
+        wake_ups, live = await asyncio.gather(claim, self._bus.list_live())
+        await self._handle_wake_ups(wake_ups)
+        known = self._policy.request_ids
         await self._feed(d.Ended(request_ids=tuple(known - live)))
         self._to_scan = self._to_scan or list(live)
         again, self._to_scan = self._to_scan[:RECORDS_PER_SCAN], self._to_scan[RECORDS_PER_SCAN:]
