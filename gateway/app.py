@@ -33,7 +33,7 @@ from shared.ids import GatewayId, new_incarnation
 from shared.logs import get_log
 
 BEAT_S = 1.0
-CELL_PAUSE_S = 0.5
+CELL_PAUSE_S = 1.0
 """Between two looks at the reports, which come several a request: only `/metrics` needs them, read in bunches."""
 SUBSCRIBE_PATIENCE_S = 5.0
 LOOP_RETRY_S = 0.5

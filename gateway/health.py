@@ -19,7 +19,7 @@ from shared.ids import WorkerId
 from shared.logs import get_log
 from shared.messages import WorkerHello
 
-POLL_S = 0.25
+POLL_S = 0.5
 
 _log = get_log("gateway.health")
 

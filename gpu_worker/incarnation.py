@@ -20,6 +20,10 @@ from shared.logs import get_log
 REPORT_DELAY_S = 0.005
 """How much later a report tells of what was taken, so that it is not written to disk before a first token that comes
 at once. What left is reported when its end is committed."""
+GROWTH_REPORT_S = 0.1
+"""How often growth is reported, at most; the scheduler's forecast goes as far as decisions take at that pace."""
+REPORTED_GROWTH = 1 / 8
+"""Share of the free blocks last reported that running sequences may take before that is reported."""
 
 _log = get_log("worker")
 
@@ -45,6 +49,8 @@ class Incarnation:
         self.outbox_due = asyncio.Event()
         self.report_due = asyncio.Event()
         self._report_timer: asyncio.TimerHandle | None = None
+        self._reported_at = 0.0
+        self._reported_free = 0
         self.emptied = asyncio.Event()
         self.emptied.set()
         self.broken: asyncio.Future[None] = loop.create_future()
@@ -97,15 +103,25 @@ class Incarnation:
         if not self.ledger:
             self.emptied.set()
 
+    def note_reported(self, free_blocks: int) -> None:
+        """A report is on its way, which says that so many blocks are free."""
+        self._reported_at, self._reported_free = self._loop.time(), free_blocks
+
     def _on_round(self, round_: Round) -> None:
         before, self.view, self.inbox_id = self.view, round_.view, round_.inbox_id
         self.ledger.take(round_)
         if round_.entries or round_.failures or round_.withdrawn:
             self.outbox_due.set()
-        if (before.num_running, before.num_waiting, before.num_held) != (
+        if self._has_grown() or (before.num_running, before.num_waiting, before.num_held) != (
             round_.view.num_running, round_.view.num_waiting, round_.view.num_held,
         ):  # fmt: skip
             self._report_soon()
+
+    def _has_grown(self) -> bool:
+        """Whether running sequences have taken so much since the last report that the scheduler must know."""
+        taken = self._reported_free - self.view.free_blocks
+        is_much = taken > REPORTED_GROWTH * self._reported_free
+        return is_much and self._loop.time() - self._reported_at >= GROWTH_REPORT_S
 
     def _report_soon(self) -> None:
         if self._report_timer is None:

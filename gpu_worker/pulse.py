@@ -13,6 +13,9 @@ from shared.messages import WorkerReport
 
 MAX_BEAT_S = 1.0
 WORKING_REPORT_S = 0.1
+CALM_REPORT_S = 0.5
+"""While all that is held runs, and has taken few blocks since the last report (`Incarnation`): nothing is to be decided
+then, and a report wakes three other processes, which costs a lone stream as much as a token does."""
 IDLE_REPORT_S = 1.0
 MIN_REPORT_GAP_S = 0.005
 """Changes so close together share a report: a tiny model would otherwise send one at each of its steps."""
@@ -82,12 +85,19 @@ class Reporter:
             except BusError as error:
                 _log.recurring("report.failed", error=error)
             await asyncio.sleep(MIN_REPORT_GAP_S)
-            period_s = WORKING_REPORT_S if mine.ledger else IDLE_REPORT_S
             try:
-                async with asyncio.timeout(period_s):
+                async with asyncio.timeout(self._period_s()):
                     await mine.report_due.wait()
             except TimeoutError:
                 pass
+
+    def _period_s(self) -> float:
+        """Until the next report, unless something changes before."""
+        mine = self._incarnation
+        if not mine.ledger:
+            return IDLE_REPORT_S
+        is_calm = mine.view.num_running > 0 and mine.view.num_held == len(mine.ledger) and not mine.view.num_waiting
+        return CALM_REPORT_S if is_calm else WORKING_REPORT_S
 
     def evictions_at(self, seq: int) -> int | None:
         """How many evictions the report `seq` told of; None when a later one told of more."""
@@ -96,6 +106,7 @@ class Reporter:
     async def _send(self) -> None:
         mine, report = self._incarnation, self._make()
         applied = tuple(mine.applied)
+        mine.note_reported(report.free_blocks)
         await asyncio.gather(mine.bus.report(report), mine.bus.ack_inbox(mine.worker_id, applied))  # in one write
         del mine.applied[: len(applied)]
         self._on_report(report)

@@ -1,8 +1,9 @@
 """What the policy hears (events) and what it answers (decisions): the border between pure code and the service.
 
 The record in the bus is the truth about a request, so there is one event for it, `Observed`, whatever made the service
-look: a wake-up, a report that no longer lists a request, a take-over, the scan of every second. Where the policy's
-picture may be stale it asks for a look with `Recheck` instead of guessing.
+look: a report that no longer lists a request, a take-over, the scan of every second. Where the policy's picture may be
+stale it asks for a look with `Recheck` instead of guessing. The exception is a request that has just come: its wake-up
+says enough to place it (`Submitted`), the dispatch finds out if it is out of date, and the scan looks at the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from shared.bus import RequestRecord, WorkerPulse
 from shared.ids import EntryId, GatewayId, RequestId, WorkerId
-from shared.messages import WorkerReport
+from shared.messages import SubmitRequest, WorkerReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,13 @@ class Observed:
     """Records as they are now; new requests are among them. Each was read after all earlier decisions had run."""
 
     records: tuple[RequestRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """What new wake-ups say: each request and its order. Records may say more by now; those it knows already count."""
+
+    requests: tuple[tuple[SubmitRequest, tuple[int, int]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +103,7 @@ class Tick:
 
 Event = (
     Observed
+    | Submitted
     | Ended
     | WorkersSeen
     | GatewaysSeen

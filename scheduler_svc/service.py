@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from scheduler_svc import decisions as d
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.policy.scheduler import Policy, PolicyConfig
+from scheduler_svc.policy.state import entry_key
 from shared.bus import Bus, DispatchAnswer, LeaderPulse, ReportMessage
 from shared.clock import Clock
 from shared.config import SchedulerConfig
@@ -171,7 +172,7 @@ class _Term:
     async def _rebuild(self) -> None:
         await self._watch()
         await self._look(await self._bus.list_live())
-        await self._handle_wake_ups(await self._bus.claim_submits(CONSUMER, 0, READ_COUNT))
+        await self._handle_left_over(await self._bus.claim_submits(CONSUMER, 0, READ_COUNT))
         self._next_scan = self._clock.now() + SCAN_S
         self.is_rebuilt = True
         log.info("leader.rebuilt", workers=self._policy.num_workers, requests=len(self._policy.request_ids))
@@ -187,19 +188,23 @@ class _Term:
             return
         match work:
             case _WakeUps(entries):
-                await self._handle_wake_ups(entries)
+                await self._handle_new(entries)
             case _Reports(entries):
                 for _, message in entries:
                     await self._handle_report(message)
 
-    async def _handle_wake_ups(self, entries: list[tuple[EntryId, SubmitRequest]]) -> None:
-        """Look at what was submitted. The entries are deleted by and by: right away, that write would lie between a
-        request and its first token."""
-        if not entries:
-            return
+    async def _handle_new(self, entries: list[tuple[EntryId, SubmitRequest]]) -> None:
+        """Place what was submitted, without a look at the records: a dispatch looks itself. The entries are deleted by
+        and by: right away, that write would lie between a request and its first token."""
         failpoint("scheduler.after_read")
-        await self._look([summary.request_id for _, summary in entries])
+        requests = tuple((summary, entry_key(entry_id)) for entry_id, summary in entries)
+        await self._feed(d.Submitted(requests=requests))
         failpoint("scheduler.before_ack")
+        self._to_ack += [entry_id for entry_id, _ in entries]
+
+    async def _handle_left_over(self, entries: list[tuple[EntryId, SubmitRequest]]) -> None:
+        """Look at what was submitted and read before, by this leader or another one."""
+        await self._look([summary.request_id for _, summary in entries])
         self._to_ack += [entry_id for entry_id, _ in entries]
 
     async def _handle_report(self, message: ReportMessage) -> None:
@@ -227,14 +232,17 @@ class _Term:
     async def _watch(self) -> None:
         """Leases and deadlines."""
         self._next_watch = self._clock.now() + self._watch_s
-        await self._feed(d.WorkersSeen(pulses=tuple(await self._bus.read_workers())))
-        await self._feed(d.GatewaysSeen(beats=await self._bus.read_gateways()))
+        pulses, beats = await asyncio.gather(self._bus.read_workers(), self._bus.read_gateways())  # in one round trip
+        await self._feed(d.WorkersSeen(pulses=tuple(pulses)))
+        await self._feed(d.GatewaysSeen(beats=beats))
         await self._feed(d.Tick())
 
     async def _scan(self) -> None:
         """Compare with `live` and the records: streams are only wake-ups."""
-        await self._handle_wake_ups(await self._bus.claim_submits(CONSUMER, CLAIM_IDLE_MS, READ_COUNT))
-        live, known = await self._bus.list_live(), self._policy.request_ids
+        claim = self._bus.claim_submits(CONSUMER, CLAIM_IDLE_MS, READ_COUNT)
+        wake_ups, live = await asyncio.gather(claim, self._bus.list_live())
+        await self._handle_left_over(wake_ups)
+        known = self._policy.request_ids
         await self._feed(d.Ended(request_ids=tuple(known - live)))
         self._to_scan = self._to_scan or list(live)
         again, self._to_scan = self._to_scan[:RECORDS_PER_SCAN], self._to_scan[RECORDS_PER_SCAN:]

@@ -210,7 +210,7 @@ class Simulation:
         self.cell.submit(summary, order=len(self.cell.records))
         if request.cancel_s is not None:
             self._at(request.cancel_s, lambda: self._cancel(request_id))
-        self.feed(self._observed((request_id,)))
+        self.feed(d.Submitted(requests=((summary, self.cell.records[request_id].order),)))
 
     def _cancel(self, request_id: RequestId) -> None:
         """The gateway ends it; the scheduler hears of it as a report."""

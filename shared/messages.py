@@ -165,7 +165,7 @@ class HeldRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """A worker's state after a change, at least every 100 ms. Counters rise for the life of the incarnation.
+    """A worker's state after a change (`gpu_worker/pulse.py`). Counters rise for the life of the incarnation.
 
     `last_inbox_id` is the newest inbox entry applied: free blocks for planning = `free_blocks` − what was dispatched
     after it. `num_evictions` counts sequences the worker had to evict by itself; `num_preemptions` those plus the ones

@@ -2,9 +2,11 @@
 
 How it keeps its picture true:
 
-* A request is queued, running (assigned to one worker) or unknown. Only `Observed`, made from the record, moves it to
-  queued or confirms where it runs; `Dispatch` moves it to running at once, before the bus has confirmed, so that two
-  decisions never use the same blocks.
+* A request is queued, running (assigned to one worker) or unknown. Only `Observed`, made from the record, moves one it
+  knows to queued or confirms where it runs; `Dispatch` moves it to running at once, before the bus has confirmed, so
+  that two decisions never use the same blocks.
+* A new request is queued by its wake-up alone. Should its record say otherwise, the dispatch is refused and the request
+  looked at; who listens is known from the next scan on.
 * A record with a lower attempt than ours was read before our last dispatch, and is skipped.
 * A worker gets work only after its first report to this leader. What was sent to it and is not in its report yet stays
   counted with its full demand (`admission.py`), so a late report over-commits nothing.
@@ -22,7 +24,7 @@ from scheduler_svc.policy import admission, listing, placement, preemption
 from scheduler_svc.policy.deadlines import Deadlines
 from scheduler_svc.policy.liveness import Watch
 from scheduler_svc.policy.queue import Queue
-from scheduler_svc.policy.state import Phase, Request, Worker, entry_key
+from scheduler_svc.policy.state import Phase, Request, Worker, as_submitted, entry_key
 from shared.bus import RequestRecord, RequestState, WorkerPulse
 from shared.capacity import never_fits_message
 from shared.ids import GatewayId, RequestId, WorkerId
@@ -89,6 +91,8 @@ class Policy:
                 found = self._on_report(event, now)
             case d.Observed():
                 found = [decision for record in event.records for decision in self._observe(record, now)]
+            case d.Submitted():
+                found = self._on_submitted(event, now)
             case d.Ended():
                 found = self._on_ended(event)
             case d.WorkersSeen():
@@ -107,13 +111,24 @@ class Policy:
 
     # Requests.
 
+    def _on_submitted(self, event: d.Submitted, now: float) -> Decisions:
+        found: Decisions = []
+        for summary, order in event.requests:
+            if summary.request_id not in self._requests:
+                found += self._follow_queued(self._add(as_submitted(summary, order), now))
+        return found
+
+    def _add(self, record: RequestRecord, now: float) -> Request:
+        request = self._requests[record.summary.request_id] = Request(record, now)
+        self._deadlines.add(request)
+        return request
+
     def _observe(self, record: RequestRecord, now: float) -> Decisions:
         request = self._requests.get(record.summary.request_id)
         if record.state is RequestState.ENDED:
             return self._on_ended(d.Ended(request_ids=(record.summary.request_id,)))
         if request is None:
-            request = self._requests[record.summary.request_id] = Request(record, now)
-            self._deadlines.add(request)
+            request = self._add(record, now)
         elif request.phase is Phase.RUNNING and record.attempt < request.attempt:
             return []
         request.update(record)

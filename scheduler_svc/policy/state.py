@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from shared.bus import RequestRecord
+from shared.bus import ChoiceState, RequestRecord, RequestState
 from shared.capacity import blocks_for
 from shared.ids import EntryId, RequestId, WorkerId
 from shared.messages import HeldRequest, SubmitRequest, WorkerHello, WorkerReport
@@ -26,6 +26,22 @@ def rank_of(order: tuple[int, int]) -> int:
         order: (milliseconds, number within the millisecond). The result stays below 2**53, which Lua numbers hold.
     """
     return order[0] * 2048 + min(order[1], 2047)
+
+
+def as_submitted(summary: SubmitRequest, order: EntryKey) -> RequestRecord:
+    """The record as its submission leaves it, but for its listeners, which a wake-up does not name."""
+    return RequestRecord(
+        summary=summary,
+        state=RequestState.QUEUED,
+        order=order,
+        attempt=0,
+        owner=None,
+        listeners=(),
+        orphan_ttl_s=0.0,
+        preemptions=0,
+        crashes=0,
+        choices=(ChoiceState(),) * summary.num_choices,
+    )
 
 
 class Phase(Enum):

@@ -116,6 +116,12 @@ class PolicyCell:
             self._attempts[record.summary.request_id] = max(known, record.attempt)
         return self.feed(d.Observed(records=records))
 
+    def submit(self, *records: RequestRecord) -> list[d.Decision]:
+        """The wake-ups of these requests, whatever became of them since."""
+        for record in records:
+            self._attempts.setdefault(record.summary.request_id, record.attempt)
+        return self.feed(d.Submitted(requests=tuple((record.summary, record.order) for record in records)))
+
     def see_workers(self, *hellos: WorkerHello, **pulse: Any) -> list[d.Decision]:
         """Exactly these workers, each beat raised; `pulse` changes what is shown of all."""
         seen = []

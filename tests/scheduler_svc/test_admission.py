@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from scheduler_svc import decisions as d
+from scheduler_svc.policy.scheduler import PolicyConfig
 from shared.bus import ChoiceState
 from shared.capacity import blocks_for, fits, never_fits_message
+from shared.ids import RequestId
 from tests.scheduler_svc.cell import PolicyCell, dispatched, held, make_hello, make_record, running
 
 
@@ -224,3 +226,35 @@ def test_ranks_follow_arrival() -> None:
     ranks = [x.rank for x in decisions if isinstance(x, d.Dispatch)]
     assert sorted(set(ranks)) == ranks
     assert ranks[-1] < 2**53
+
+
+def test_a_wake_up_is_enough_to_place_a_request_once() -> None:
+    """A new request should go out by its wake-up, by the rules for all; another wake-up should change nothing."""
+    cell = PolicyCell()
+    cell.join("w:1")
+    records = [make_record("a"), make_record("large", prompt_len=2000), make_record("b", order=2)]
+    decisions = cell.submit(*records)
+    assert [("a", "w:1"), ("b", "w:1")] == dispatched(decisions)
+    assert [RequestId("large")] == [decision.request_id for decision in decisions if isinstance(decision, d.Reject)]
+    assert cell.submit(records[0], records[2]) == []
+
+
+def test_a_wake_up_changes_nothing_of_what_is_known() -> None:
+    """A late wake-up of a request that runs should leave it where it is, and its attempt as it was."""
+    cell = PolicyCell()
+    cell.join("w:1")
+    record = make_record("a")
+    cell.observe(running(record, "w:1", attempt=3))
+    assert cell.submit(record) == []
+    assert cell.policy.num_running == 1
+
+
+def test_a_request_placed_by_its_wake_up_is_no_orphan() -> None:
+    """Before its record shows who listens it should not be taken for one that nobody listens to."""
+    cell = PolicyCell(PolicyConfig(orphan_ttl_s=0.0))
+    cell.join("w:1")
+    record = make_record("a")
+    cell.submit(record)
+    cell.now += 1.0
+    assert cell.feed(d.Tick()) == []
+    assert cell.observe(running(record, "w:1")) == []

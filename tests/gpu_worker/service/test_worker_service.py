@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
+from gpu_worker import pulse
 from gpu_worker.engine.engine import EngineBroken
 from gpu_worker.engine_thread import MAX_STEPS_AHEAD
 from shared import failpoints
@@ -113,7 +115,7 @@ async def test_refused_writes_should_pause_the_stream() -> None:
         bus.is_full = True
         request_id = await cell.run(worker)
         await wait_until(lambda: len(worker.runner.plans) > MAX_STEPS_AHEAD, description="the engine to run ahead")
-        await wait_until(lambda: len(worker.reports) > 5, description="some more time")
+        await wait_until(lambda: len(worker.reports) > 3, description="some more time")
         assert len(worker.runner.plans) == MAX_STEPS_AHEAD + 1
         assert await cell.logged(request_id) == []
         bus.is_full = False
@@ -156,6 +158,27 @@ async def test_a_preempted_request_should_go_on_later(cell: Cell) -> None:
     await wait_until(lambda: worker.is_idle, description="an idle report")
     assert worker.reports[-1].num_preemptions == 2
     await cell.dispatch(request_id, worker)
+    worker.runner.open()
+    await cell.assert_as_solo(request_id)
+
+
+@pytest.mark.parametrize(("num_blocks", "is_told"), [(12, True), (200, False)])
+async def test_growth_should_be_reported_when_it_is_much(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch, num_blocks: int, is_told: bool
+) -> None:
+    """Blocks that a stream takes should be reported as they come to an eighth of what was free, and not before."""
+    monkeypatch.setattr(pulse, "CALM_REPORT_S", 60.0)
+    worker = await cell.start_worker(ScriptedRunner(num_blocks, 4, is_gated=True))
+    request_id = await cell.run(worker, max_tokens=35)
+    await wait_until(lambda: worker.reports[-1].num_running == 1, description="it runs", stepping=worker)
+    first = len(worker.reports)
+    if is_told:
+        await wait_until(lambda: worker.reports[-1].free_blocks <= 4, description="growth", stepping=worker)
+        frees = [report.free_blocks for report in worker.reports[first - 1 :]]
+        assert all(after < before * 7 / 8 for before, after in itertools.pairwise(frees))
+    else:
+        await cell.wait_for_tokens(request_id, 30, stepping=worker)
+        assert len(worker.reports) == first
     worker.runner.open()
     await cell.assert_as_solo(request_id)
 
