@@ -14,16 +14,18 @@
 #include <immintrin.h>
 
 #define MAX_PASS_ROWS FEW_ROWS
-/* Bytes ahead, of all panels at a time together, into L2. */
-#ifndef LOOK_AHEAD
-#define LOOK_AHEAD 8192
-#endif
-#ifndef HINT
-#define HINT _MM_HINT_T1
-#endif
-#define PREFETCH(address) _mm_prefetch(address, HINT)
+/* Bytes ahead, of all panels at a time together: into L1 for up to NEAR_ROWS rows, else, as they take longer, into L2. */
+#define NEAR_ROWS 3
+#define LOOK_AHEAD(rows) ((rows) <= NEAR_ROWS ? 2048 : 4096)
 
 #define INLINE static inline __attribute__((always_inline))
+
+INLINE void prefetch_panel(const int rows, const char *at) {
+    if (rows <= NEAR_ROWS)
+        _mm_prefetch(at, _MM_HINT_T0);
+    else
+        _mm_prefetch(at, _MM_HINT_T1);
+}
 
 /* Keeps the compiler from reordering what is done to a sum: its own order needs more registers than there are. */
 #define IN_THIS_ORDER(sum) __asm__ volatile("" : "+x"((sum).low), "+x"((sum).high))

@@ -58,7 +58,7 @@ INLINE void stream(const int rows, const int panels, const int is_bf16, const pa
                    const char *ahead, float_pair sum[MAX_PASS_ROWS][MAX_TILE_PANELS]) {
     for (int64_t offset = begin; offset < end; offset += 64) {
 #pragma GCC unroll 4
-        for (int p = 0; p < panels; p++) PREFETCH(ahead + p * t->panel_bytes + offset);
+        for (int p = 0; p < panels; p++) prefetch_panel(rows, ahead + p * t->panel_bytes + offset);
         multiply_line(rows, panels, is_bf16, t, offset, sum);
     }
 }
@@ -71,12 +71,13 @@ INLINE void multiply(const int rows, const int panels, const int is_bf16, const 
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++) sum[r][p].low = sum[r][p].high = _mm256_setzero_ps();
     if (is_only) {
-        const int64_t distance = LOOK_AHEAD / panels, turn = t->panel_bytes > distance ? t->panel_bytes - distance : 0;
+        const int64_t distance = LOOK_AHEAD(rows) / panels;
+        const int64_t turn = t->panel_bytes > distance ? t->panel_bytes - distance : 0;
         stream(rows, panels, is_bf16, t, 0, turn, t->panels + distance, sum);
         stream(rows, panels, is_bf16, t, turn, t->panel_bytes, t->next - turn, sum);
     } else {
         for (int64_t offset = 0; offset < t->panel_bytes; offset += 64) {
-            PREFETCH(t->next + (offset >> t->shift));
+            _mm_prefetch(t->next + (offset >> t->shift), _MM_HINT_T1);
             multiply_line(rows, panels, is_bf16, t, offset, sum);
         }
     }

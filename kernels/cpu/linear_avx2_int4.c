@@ -12,7 +12,8 @@
 #if !HAS_AVX512
 
 #define FOURS 4 /* lines of nibbles in a group */
-#define LINES 5 /* a group touches */
+#define GROUP_LINES 5 /* it touches */
+#define HALF_GROUP_LINES 3
 
 /* sum[r] += x[r] · nibbles, two products each. */
 INLINE void add_products(const int rows, const int is_first, const int8_t *x, int64_t x_stride, int_pair nibbles,
@@ -64,28 +65,34 @@ INLINE void multiply_group(const int rows, const pass *t, const int32_t *starts,
     }
 }
 
-/* Groups [begin, end). `ahead` + the offset of a group, shifted, is where it prefetches. */
-INLINE void multiply_groups(const int rows, const int lines, const int shift, const pass *t, int64_t begin, int64_t end,
+/* Groups [begin, end). `ahead` + the offset of a group, or its part, is where it prefetches. */
+INLINE void multiply_groups(const int rows, const int is_only, const pass *t, int64_t begin, int64_t end,
                             const char *ahead) {
     const int32_t *starts = quantized_starts(t->x, t->args->weight.in) + 1;
     for (int64_t g = begin; g < end; g++) {
+        const char *at = ahead + (g * INT4_GROUP_BYTES >> (is_only ? 0 : t->shift));
 #pragma GCC unroll 5
-        for (int line = 0; line < lines; line++) PREFETCH(ahead + (g * INT4_GROUP_BYTES >> shift) + line * 64);
+        for (int line = 0; line < (is_only ? GROUP_LINES : HALF_GROUP_LINES); line++) {
+            if (is_only)
+                prefetch_panel(rows, at + line * 64);
+            else
+                _mm_prefetch(at + line * 64, _MM_HINT_T1);
+        }
         multiply_group(rows, t, starts, g);
     }
 }
 
 /* Inlined for each number of rows, so that a group's sums are registers. */
 INLINE void multiply(const int rows, const int is_only, const pass *t) {
-    const int64_t num_groups = t->panel_bytes / INT4_GROUP_BYTES, distance = LOOK_AHEAD / INT4_GROUP_BYTES;
+    const int64_t num_groups = t->panel_bytes / INT4_GROUP_BYTES, distance = LOOK_AHEAD(rows) / INT4_GROUP_BYTES;
     const int64_t turn = num_groups > distance ? num_groups - distance : 0;
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < LANES; i++) sums_of(t, r, 0)[i] = 0;
     if (is_only) {
-        multiply_groups(rows, LINES, 0, t, 0, turn, t->panels + distance * INT4_GROUP_BYTES);
-        multiply_groups(rows, LINES, 0, t, turn, num_groups, t->next - turn * INT4_GROUP_BYTES);
+        multiply_groups(rows, 1, t, 0, turn, t->panels + distance * INT4_GROUP_BYTES);
+        multiply_groups(rows, 1, t, turn, num_groups, t->next - turn * INT4_GROUP_BYTES);
     } else {
-        multiply_groups(rows, 2, t->shift, t, 0, num_groups, t->next);
+        multiply_groups(rows, 0, t, 0, num_groups, t->next);
     }
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < LANES; i++) sums_of(t, r, 0)[i] *= t->args->x_scales[t->first_row + r];
