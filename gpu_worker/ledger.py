@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gpu_worker.engine.engine import EngineView
 from gpu_worker.engine.sequence import Sequence
@@ -83,8 +84,7 @@ class Held:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Unlogged:
+class Unlogged(NamedTuple):
     """One item of a commit, and what it came from."""
 
     held: Held
@@ -193,11 +193,5 @@ class Ledger:
 
 
 def _to_item(held: Held, choice: HeldChoice) -> CommitItem:
-    return CommitItem(
-        request_id=held.request_id,
-        attempt=held.attempt,
-        choice=choice.choice,
-        start=choice.num_logged,
-        entries=tuple(choice.entries[choice.num_logged :]),
-        finish=choice.finish,
-    )
+    entries = tuple(choice.entries[choice.num_logged :])
+    return CommitItem(held.request_id, held.attempt, choice.choice, choice.num_logged, entries, choice.finish)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId
 from shared.messages import (
@@ -112,10 +112,12 @@ class RequestRecord:
     ended: RequestEnded | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitItem:
+class CommitItem(NamedTuple):
     """What one choice gained in a step. `start` is the choice's entry count before `entries` (encoded log entries).
-    `finish` is the reason when the last of `entries` is the finish entry, "" otherwise."""
+    `finish` is the reason when the last of `entries` is the finish entry, "" otherwise.
+
+    A tuple, as what else is made for each token: a frozen dataclass takes 1 to 2 µs to make, a tuple a quarter.
+    """
 
     request_id: RequestId
     attempt: int
@@ -135,8 +137,7 @@ class CommitAnswer(StrEnum):
     LOST = "lost"
 
 
-@dataclass(frozen=True, slots=True)
-class CommitOutcome:
+class CommitOutcome(NamedTuple):
     """`length`: entries now in the choice's log."""
 
     answer: CommitAnswer

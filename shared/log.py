@@ -9,6 +9,7 @@ SSE ids are all a fold over its entries from 0 and never depend on how it was cu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgpack
 import msgspec
@@ -30,8 +31,7 @@ class Logprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEntry:
+class TokenEntry(NamedTuple):
     """`choice` drew `token_id`."""
 
     choice: int
@@ -39,8 +39,7 @@ class TokenEntry:
     logprobs: Logprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FinishEntry:
+class FinishEntry(NamedTuple):
     """`choice` has ended; nothing of it follows."""
 
     choice: int

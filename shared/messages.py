@@ -204,9 +204,12 @@ class RequestEnded:
     error_message: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TokenChunk:
-    """Bytes that the commit script appended to a request's log at byte `offset` (whole entries, `shared/log.py`)."""
+    """Bytes that the commit script appended to a request's log at byte `offset` (whole entries, `shared/log.py`).
+
+    Not frozen, since one is made for each token: a frozen one takes three times as long (1.2 µs). Nobody changes it.
+    """
 
     request_id: RequestId
     offset: int

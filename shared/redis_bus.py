@@ -212,8 +212,7 @@ class RedisBus:
             await self._link.call("XDEL", keys.inbox(worker_id), *entry_ids)
 
     async def commit(self, worker_id: WorkerId, items: Sequence[CommitItem]) -> list[CommitOutcome]:
-        packed = _pack([(i.request_id, i.attempt, i.choice, i.start, i.entries, i.finish) for i in items])
-        reply = await self._link.run(scripts.COMMIT, worker_id, packed)
+        reply = await self._link.run(scripts.COMMIT, worker_id, _pack(items))
         failpoint("bus.commit.reply")
         pairs = zip(reply[::2], reply[1::2], strict=True)
         return [CommitOutcome(COMMIT_ANSWERS[code], length) for code, length in pairs]

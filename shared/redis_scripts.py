@@ -311,7 +311,7 @@ publish(boxes)
 return answers
 """,
 )
-"""Items are packed as [id, attempt, choice, start, entries, finish]; answers are code, length, code, length, ..."""
+"""Items are packed as they are, [id, attempt, choice, start, entries, finish]; answers are code, length, code, ..."""
 
 BEAT = script(
     lua.RECORDS,

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gpu_worker.engine.ahead import assume_computed, living, will_end, without_ended
 from gpu_worker.engine.batch_plan import BatchPlan, BatchPlanner, DrawnToken, ModelRunner, PlannedChunk
@@ -50,8 +51,7 @@ class EngineBroken(QuireError):
     """The model fails whatever it is given; this process is of no more use."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewEntries:
+class NewEntries(NamedTuple):
     """What one choice gained in a step: a token entry, more of them when a draft was right, and a finish entry behind
     them when it ended (`finish`)."""
 

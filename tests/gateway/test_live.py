@@ -103,7 +103,7 @@ def logs(num_choices: int) -> st.SearchStrategy[list[LogEntry]]:
     token = st.builds(
         TokenEntry, st.integers(0, num_choices - 1), st.integers(0, VOCAB - 1), st.just(Logprobs(-0.5, ((3, -0.5),)))
     )
-    plain = st.builds(TokenEntry, st.integers(0, num_choices - 1), st.integers(0, VOCAB - 1))
+    plain = st.builds(TokenEntry, st.integers(0, num_choices - 1), st.integers(0, VOCAB - 1), st.none())
     ends: list[LogEntry] = [FinishEntry(choice, "length") for choice in range(num_choices)]
     entries: st.SearchStrategy[LogEntry] = token | plain
     return st.tuples(st.lists(entries, max_size=30), st.lists(entries, max_size=2)).map(
