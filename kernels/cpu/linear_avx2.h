@@ -16,8 +16,8 @@
 #include <immintrin.h>
 
 #define MAX_PASS_ROWS FEW_ROWS
-/* Bytes ahead, of all panels at a time together: into L1, or into L2 for more than NEAR_ROWS rows (they take longer). On
- * Zen 3, one thread beside a busy one (medians of 5 to 7 rounds in turns), one row of bfloat16 took 0.9 times as long
+/* Bytes ahead, of all panels at a time together: into L1, or into L2 for more than NEAR_ROWS rows (they take longer).
+ * On Zen 3, one thread beside busy ones (medians of 5 to 7 rounds in turns), one row of bfloat16 took 0.9 times as long
  * with 2048 into L1 as with 4096 into either; four rows 0.94 times as long with 4096 into L2 as with 4096 into L1. */
 #define NEAR_ROWS 3
 #define LOOK_AHEAD(rows) ((rows) <= NEAR_ROWS ? 2048 : 4096)
