@@ -1,7 +1,8 @@
 /* y = x · Wᵀ: how the op is cut into tiles, and which kernel computes them.
  *
  * A tile is some neighbouring panels, contiguous in memory, times a block of rows. What is multiplied in what order is
- * the kernels' (linear_float.c, linear_amx.c, linear_int8.c, linear_int4.c, linear_avx2_*.c) and does not depend on the cut.
+ * the kernels' (linear_float.c, linear_amx.c, linear_int8.c, linear_int4.c; linear_avx2_*.c) and does not depend on the
+ * cut.
  */
 #include "linear.h"
 
@@ -9,9 +10,10 @@
 
 /* Rows of a tile: more would make the last tile of an op last longer than the others wait for. */
 #define ROW_BLOCK 192
-/* The same with AVX2, where a tile's rows of x are prepared for it: so many that they stay in the cache. To prepare them
- * costs 1/8 of a panel, so there are 4 to 16 panels in a tile, the more the longer the op is. */
+/* The same with AVX2, where a tile's rows of x are prepared for it: so many that they stay in a cache. To prepare them
+ * costs 1/8 of a panel, so a tile has 4 to 16 panels: so many that there are AVX2_TILES tiles a thread. */
 #define AVX2_ROW_BLOCK 96
+#define AVX2_MIN_PANELS 4
 #define AVX2_MAX_PANELS 16
 #define AVX2_TILES 8
 /* Rows on AMX, in blocks of AMX_ROWS: as many as leave half of a 2 MiB L2 free for panels, and not more than that. */
@@ -54,8 +56,8 @@ static int64_t amx_row_block(const weight *weight) {
 
 /* Panels of a tile of more than FEW_ROWS rows with AVX2. */
 static int64_t avx2_panels(int64_t num_panels, int num_threads) {
-    const int64_t panels = num_panels / (AVX2_TILES * num_threads) / 4 * 4;
-    return panels < 4 ? 4 : panels > AVX2_MAX_PANELS ? AVX2_MAX_PANELS : panels;
+    const int64_t panels = num_panels / (AVX2_TILES * num_threads) / AVX2_MIN_PANELS * AVX2_MIN_PANELS;
+    return panels < AVX2_MIN_PANELS ? AVX2_MIN_PANELS : panels > AVX2_MAX_PANELS ? AVX2_MAX_PANELS : panels;
 }
 
 static cut cut_op(const linear_args *args, const step *step, int num_threads) {

@@ -7,7 +7,8 @@
 #include <immintrin.h>
 
 #define MAX_TILE_PANELS 4
-/* Up to so many rows are one pass over streamed panels: on AVX-512 and AMX four at a time, for enough independent sums. */
+/* Up to so many rows memory is the limit: tiles are short, and have four panels (with AVX2 in a pass: one to four), for
+ * enough independent sums. */
 #define FEW_ROWS (HAS_AVX512 ? 4 : 6)
 
 /* One tile: `num_panels` neighbouring panels times rows [first_row, first_row + num_rows) of x and y. `next` are the

@@ -1,11 +1,11 @@
-/* y = x · Wᵀ with int4 weights in groups of 32 along `in` and int8 activations, with AVX2; passes as in linear_avx2.h,
- * one panel each.
+/* y = x · Wᵀ with int4 weights in groups of 32 along `in` and int8 activations (ops.h), with AVX2; passes of one panel
+ * as in linear_avx2.h.
  *
- * Nibbles go as they are into the instruction that multiplies unsigned by signed bytes and adds two products in 16 bits.
- * A group's 32 products are added up in 16 bits: 16 of up to 15 · 127 each in a sum, 30480, fit. Both sums of
- * an output and what undoes the weights' zero point (ops.h) make the group's exact sum of 32 bits; then, as in
- * linear_int4.c, float(sum) · the group's scale is added to a float, group after group, each operation rounded; at the end
- * that times the row's scale. The floats lie in memory: there are no registers left.
+ * Nibbles go as they are into the instruction that multiplies unsigned by signed bytes and adds pairs of products in 16
+ * bits. There two sums of 16 products each take all of an output's group: 16 · 15 · 127 = 30480 fit. One more
+ * instruction adds both in 32 bits, and what undoes the weights' zero point makes them the group's exact sum. What
+ * follows is as in linear_int4.c: float(sum) · the group's scale is added to a float, group after group, each operation
+ * rounded; at the end that times the row's scale. These floats lie in memory: groups' sums take the registers.
  */
 #include "linear_avx2.h"
 
@@ -69,10 +69,11 @@ INLINE void multiply_group(const int rows, const pass *t, const int32_t *starts,
 INLINE void multiply_groups(const int rows, const int is_only, const pass *t, int64_t begin, int64_t end,
                             const char *ahead) {
     const int32_t *starts = quantized_starts(t->x, t->args->weight.in) + 1;
+    const int lines = is_only ? GROUP_LINES : HALF_GROUP_LINES;
     for (int64_t g = begin; g < end; g++) {
         const char *at = ahead + (g * INT4_GROUP_BYTES >> (is_only ? 0 : t->shift));
 #pragma GCC unroll 5
-        for (int line = 0; line < (is_only ? GROUP_LINES : HALF_GROUP_LINES); line++) {
+        for (int line = 0; line < lines; line++) {
             if (is_only)
                 prefetch_panel(rows, at + line * 64);
             else

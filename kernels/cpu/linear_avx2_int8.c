@@ -1,9 +1,9 @@
 /* y = x · Wᵀ with int8 weights and activations (W8A8), with AVX2; passes as in linear_avx2.h.
  *
  * The instruction that multiplies unsigned by signed bytes adds two products in 16 bits, where they saturate. So bytes
- * are taken apart into two registers of 16 bits, the even ones of each four and the odd ones, and multiplied by pairs of
- * 16 bits of x, made once a tile: 16 exact products and 8 sums of 32 bits an instruction. (|w| times ±x, which does not
- * saturate, takes a fourth instruction for as many products and was no faster.)
+ * are taken apart into two registers of 16 bits, the even ones of each four and the odd ones, and multiplied by pairs
+ * of 16 bits of x, made once a tile: an instruction makes 16 exact products and adds pairs of them. (|w| times ±x in
+ * bytes does not saturate either, but takes as many instructions: it made 0.98 times as many products in registers.)
  *
  * Sums start from what undoes the weights' zero point (ops.h). They are exact, so their order is free. What follows is
  * not: float(sum) · weight scale · x scale, then bias and epilogue (linear_finish), as in linear_int8.c.

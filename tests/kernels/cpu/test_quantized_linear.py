@@ -24,7 +24,7 @@ from tests.kernels.cpu.conftest import Machine, quantized_rows
 Quantize = Callable[[Tensor], QuantizedWeight]
 
 SIZES = [(1, 1), (16, 4), (17, 63), (33, 100), (100, 33), (64, 896), (80, 4864)]
-ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 33, 100, 400]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 25, 33, 100, 400]
 
 both = pytest.mark.parametrize("quantize", [quantize_int8, quantize_int4])
 
@@ -141,6 +141,16 @@ def test_extremes_do_not_saturate(machine: Machine, quantize: Quantize) -> None:
     assert torch.equal(expected, actual)
     torch.testing.assert_close(actual[0], 8192 * signs.repeat(8) + bias)
     assert torch.equal(bias, actual[2])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 6, 7])
+def test_extremes_of_int4_do_not_saturate(machine: Machine, rows: int) -> None:
+    """Groups of −8 or 7 times ±127, whose products lie farthest from zero, should add up exactly."""
+    values = torch.tensor([7, -8], dtype=torch.int8).repeat(8)[:, None].expand(16, 256).contiguous()
+    weight = QuantizedWeight(values=values, scales=torch.ones(16, 8, dtype=torch.float16))
+    x = torch.tensor([1.0, -1.0]).repeat(4)[:rows, None].expand(rows, 256)
+    expected = x[:, :1] * 256 * values[:, 0]
+    torch.testing.assert_close(expected, multiply(machine, x, pack_quantized(weight)))
 
 
 @both
