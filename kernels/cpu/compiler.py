@@ -40,6 +40,7 @@ def run_compiler(command: list[str], *, timeout_s: float) -> tuple[int, str]:
         with open(lifeline, "rb") as guards_end:
             process = subprocess.Popen(
                 ["sh", "-c", _GUARD, "sh", *command],
+                env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},  # ours, not a compiler's
                 stdin=guards_end,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
