@@ -192,7 +192,7 @@ static inline floats floats_from_int8(__m128i x) {
     return (floats){_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)),
                     _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))};
 }
-/* Sixteen numbers of 32 bits that fit into 16, signed or not, in order. */
+/* 16 numbers of 0 to 65535, in order. */
 static inline __m256i narrow_ints(ints x) {
     return _mm256_permute4x64_epi64(_mm256_packus_epi32(x.low, x.high), 0xD8);
 }
