@@ -136,19 +136,11 @@ static void run_tile(const void *untyped, const step *step, int64_t index, int t
         return;
     }
 #endif
-#if HAS_AVX512
     switch (args->weight.dtype) {
         case INT8: int8_tile(args, &tile); break;
         case INT4: int4_tile(args, &tile); break;
         default: float_tile(args, &tile);
     }
-#else
-    switch (args->weight.dtype) {
-        case INT8: avx2_int8_tile(args, &tile); break;
-        case INT4: avx2_int4_tile(args, &tile); break;
-        default: avx2_float_tile(args, &tile);
-    }
-#endif
 }
 
 static int64_t prefetch(const void *untyped, const step *step, int thread, int num_threads, int64_t cursor) {

@@ -53,11 +53,9 @@ static inline int uses_amx(const weight *weight, int64_t num_rows) {
     return weight->dtype == BF16 ? weight->in % 32 == 0 : weight->dtype == INT8 && weight->in % 64 == 0 && num_rows > 12;
 }
 
+/* Each compiled from one of two files, for AVX-512 or for AVX2; those of AMX stand beside the former. */
 void float_tile(const linear_args *args, const linear_tile *tile);
 void amx_tile(const linear_args *args, const linear_tile *tile);
 void amx_few_tile(const linear_args *args, const linear_tile *tile);
 void int8_tile(const linear_args *args, const linear_tile *tile);
 void int4_tile(const linear_args *args, const linear_tile *tile);
-void avx2_float_tile(const linear_args *args, const linear_tile *tile);
-void avx2_int8_tile(const linear_args *args, const linear_tile *tile);
-void avx2_int4_tile(const linear_args *args, const linear_tile *tile);

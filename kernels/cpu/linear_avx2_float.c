@@ -144,7 +144,7 @@ static prepared_rows widen(const linear_args *args, const linear_tile *tile) {
     return (prepared_rows){out, width * 4};
 }
 
-void avx2_float_tile(const linear_args *args, const linear_tile *tile) {
+void float_tile(const linear_args *args, const linear_tile *tile) {
     const float *x = (const float *)args->x + tile->first_row * args->x_stride;
     const prepared_rows rows =
         args->weight.dtype == BF16 ? widen(args, tile) : (prepared_rows){x, args->x_stride * 4};

@@ -119,7 +119,7 @@ static void multiply_pass(const pass *t) {
     MULTIPLY[t->is_only][t->num_rows](t);
 }
 
-void avx2_int4_tile(const linear_args *args, const linear_tile *tile) {
+void int4_tile(const linear_args *args, const linear_tile *tile) {
     const int8_t *x = (const int8_t *)args->x + tile->first_row * args->x_stride;
     avx2_multiply(args, tile, (prepared_rows){x, args->x_stride}, 1, multiply_pass);
 }

@@ -149,7 +149,7 @@ static prepared_rows widen(const linear_args *args, const linear_tile *tile) {
     return (prepared_rows){out, width * 2};
 }
 
-void avx2_int8_tile(const linear_args *args, const linear_tile *tile) {
+void int8_tile(const linear_args *args, const linear_tile *tile) {
     avx2_multiply(args, tile, widen(args, tile), tile->num_rows == 1 ? 4 : tile->num_rows <= 3 ? 2 : 1, multiply_pass);
 }
 
