@@ -9,6 +9,10 @@ PEER_URL ?=
 PEER_MODEL ?=
 PYTHON ?= python3
 TESTS ?= tests
+TRACES ?= 1000
+# Tests that stay within their process and may have others beside them; a file's tests run in one of two processes.
+INSIDE := $(addprefix tests/,shared contract gateway scheduler_svc simulation kernels gpu_worker/engine \
+	gpu_worker/model gpu_worker/sampling)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,7 +27,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --log $(VENV)/pip.log in
 SHOW := sed -u -n -e 's/^ *\(Downloading .*[0-9] MB)\).*/  \1/p' -e 's/^\(Processing .*\)/  \1/p' \
 	-e 's/^Installing collected packages.*/  installing/p' -e '/^ *ERROR/p'
 
-.PHONY: help serve setup setup-local setup-dev test test-full test-slow lint type bench bench-gpu kernels clean
+.PHONY: help serve setup setup-local setup-dev test test-policy test-full test-slow golden lint type bench bench-gpu
+.PHONY: kernels clean
 
 help: ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -35,13 +40,24 @@ setup: setup-local ## prepare everything that `make serve` needs, the default mo
 	@$(BIN)/python -m quire.checkpoint $(if $(MODEL),'$(MODEL)') $(ARGS)
 
 test: setup-dev ## all tests that are quick enough for every change (minutes)
+ifeq ($(TESTS),tests)
+	@code=0; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(INSIDE) || code=$$?; \
+	  $(BIN)/python -m pytest -m "not slow" $(addprefix --ignore=,$(INSIDE)) $(TESTS) || code=$$?; exit $$code
+else
 	@$(BIN)/python -m pytest -m "not slow" $(TESTS)
+endif
+
+test-policy: setup-dev ## properties of the scheduling policy on TRACES made-up cells each (default 1000), and its mutants
+	@TRACES=$(TRACES) $(BIN)/python -m pytest tests/simulation
 
 test-full: setup-dev ## all tests
 	@$(BIN)/python -m pytest $(TESTS)
 
 test-slow: setup-dev ## what test-full has over test
 	@$(BIN)/python -m pytest -m slow $(TESTS)
+
+golden: setup-dev ## write the policy's decisions in small traces anew (tests/simulation/golden), to read as a diff
+	@$(BIN)/python -m tests.simulation.golden
 
 lint: setup-dev ## style; changes nothing
 	@$(BIN)/ruff check .

@@ -40,7 +40,12 @@ async def _serve(config: GatewayConfig) -> None:
 
     stop = asyncio.Event()
     install_stop_signals(stop)
-    bus = open_bus(config.process.redis_url, BusLimits(record_ttl_s=config.http.record_ttl_s))
+    limits = BusLimits(
+        record_ttl_s=config.http.record_ttl_s,
+        max_queued_requests=config.door.max_num_queued_reqs,
+        max_queued_tokens=config.door.max_num_queued_tokens,
+    )
+    bus = open_bus(config.process.redis_url, limits)
     try:
         app = GatewayApp(config, bus)
         try:

@@ -14,12 +14,14 @@ from gateway.background import Background
 from gateway.body_budget import BodyBudget
 from gateway.cell import CellView
 from gateway.detokenize import TokenText
+from gateway.door import Door
 from gateway.drain import Drain
 from gateway.health import POLL_S, HealthSettings, HealthView
 from gateway.intake import IntakeDesk
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import add_headers, guard
 from gateway.model_folder import ModelFolder, load_model_folder
+from gateway.prefixes import PrefixNamer
 from gateway.relay import Relay
 from gateway.routes import generate, models, operations
 from gateway.server import HttpServer
@@ -33,6 +35,7 @@ from shared.ids import GatewayId, new_incarnation
 from shared.logs import get_log
 
 BEAT_S = 1.0
+PREFIX_PAUSE_S = 60.0
 CELL_PAUSE_S = 1.0
 """Between two looks at the reports, which come several a request: only `/metrics` needs them, read in bunches."""
 SUBSCRIBE_PATIENCE_S = 5.0
@@ -63,6 +66,7 @@ class GatewayApp:
         self._spawn("relay", gateway.relay.run, 0.0)
         self._spawn("cell", gateway.cell.read, CELL_PAUSE_S)
         self._spawn("beat", self._beat, BEAT_S)
+        self._spawn("prefixes", gateway.prefixes.ask, PREFIX_PAUSE_S)
         await gateway.health.poll()
         self._spawn("health", gateway.health.poll, POLL_S)
         try:
@@ -126,12 +130,17 @@ def _make_gateway(config: GatewayConfig, bus: Bus, pool: TextPool) -> Gateway:
         raise ConfigError("--api-key: an empty key would let everybody in")
     folder = load_model_folder(Path(config.model.model))
     names = config.model.served_model_name or (folder.name,)
-    gateway_id, clock = GatewayId(new_incarnation("gateway")), MonotonicClock()
+    cell = CellView(bus, clock := MonotonicClock(), config.process.worker_lease_s)
+    gateway_id = GatewayId(new_incarnation("gateway"))
     process = config.process
     settings = HealthSettings(
         models=frozenset({*names, folder.name}),
         worker_lease_s=process.worker_lease_s,
         leader_lease_s=process.leader_lease_s,
+    )
+    keys, price = KeyRing(config.http.api_key), config.http.price_per_hour
+    desk = IntakeDesk(
+        folder=folder, model_names=names, max_model_len=_max_model_len(config, folder), pool=pool, has_price=price > 0
     )
     return Gateway(
         gateway_id=gateway_id,
@@ -140,14 +149,16 @@ def _make_gateway(config: GatewayConfig, bus: Bus, pool: TextPool) -> Gateway:
         folder=folder,
         model_names=names,
         started_at=unix_now(),
-        keys=KeyRing(config.http.api_key),
+        keys=keys,
         bodies=BodyBudget(limits.MAX_LARGE_BODIES * config.http.max_body_bytes),
-        desk=IntakeDesk(folder=folder, model_names=names, max_model_len=_max_model_len(config, folder), pool=pool),
+        desk=desk,
         token_text=TokenText(folder),
         relay=Relay(bus, gateway_id),
         health=HealthView(bus, clock, settings),
-        cell=CellView(bus, clock, process.worker_lease_s),
-        metrics=GatewayMetrics(names[0]),
+        cell=cell,
+        door=Door(config.door, cell.ended_tokens),
+        metrics=GatewayMetrics(names[0], keys.tenants, price),
+        prefixes=PrefixNamer(bus),
         drain=Drain(),
         background=Background(),
     )

@@ -11,8 +11,8 @@ import hmac
 from collections.abc import Sequence
 
 from shared.errors import Unauthorized
+from shared.limits import ANYONE, TENANT_NAME_CHARS
 
-ANYONE = "anyone"
 OPEN_ROUTES = frozenset({"/health", "/ready", "/version"})
 """Routed paths that need no key, for probes; everything else does, `/metrics` and unknown paths too."""
 
@@ -22,6 +22,11 @@ class KeyRing:
 
     def __init__(self, api_keys: Sequence[str]) -> None:
         self._digests = [_digest(key.encode()) for key in api_keys]
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """Names of all tenants there may be."""
+        return frozenset(digest.hex()[:TENANT_NAME_CHARS] for digest in self._digests) or frozenset({ANYONE})
 
     def tenant(self, headers: Sequence[str]) -> str:
         """The tenant of a request.
@@ -41,7 +46,7 @@ class KeyRing:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if not (scheme.lower() == "bearer" and any(matches)):
             raise Unauthorized("the API key is not valid")
-        return digest.hex()[:16]
+        return digest.hex()[:TENANT_NAME_CHARS]
 
 
 def _digest(key: bytes) -> bytes:

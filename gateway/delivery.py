@@ -1,5 +1,9 @@
 """One response being delivered: log entries in, events out, and what the bus is told about it.
 
+What a request cost is not in its log: workers write it into the record, with each commit of a request that asks, so
+the record is read when the last choice has ended. What a worker computed past a stop string, before it heard of it, is
+in the record and in the metrics, not in the answer.
+
 A delivery owns one listener. It ends in one of four ways: complete (the fold saw every choice end), failed (an error is
 raised), left (its client went: detach, and end the request if nobody is left and nobody may come back), or closed by a
 draining gateway (nothing is told: the listener goes with the gateway, so that anyone can resume the stream).
@@ -9,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 
 from gateway.background import Background, insist
@@ -21,6 +26,7 @@ from shared.errors import InvalidRequest, RequestFailed
 from shared.failpoints import failpoint
 from shared.ids import GatewayId
 from shared.messages import RequestBody
+from shared.work_time import WorkTime
 
 SLICE = 256
 """Log entries folded at a time, so that one long log does not hold up the event loop."""
@@ -52,12 +58,14 @@ class Delivery:
         self._timeout_s = timeout_s
         self.body = body
         self.request_id = listener.request_id
+        self._worked: WorkTime | None = None
         self.connection_id = listener.connection_id
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far; final when complete."""
-        return self.fold.usage
+        """Tokens so far; final when complete, and with the worker time then if it was asked for."""
+        usage = self.fold.usage
+        return usage if self._worked is None else replace(usage, worked=self._worked)
 
     async def batches(self, after: EventId | None = None) -> AsyncIterator[Batch]:
         """Events past `after`, in order, as they come; lists are never empty. Ends when the response is complete.
@@ -70,6 +78,8 @@ class Delivery:
             for start in range(0, len(entries), SLICE):
                 events = self.fold.feed(entries[start : start + SLICE])
                 self._tell_stops()
+                if self.body.include_cost:
+                    events = await self._add_cost(events)
                 if after is not None:
                     events = [pair for pair in events if pair[0] > after]
                 if events:
@@ -105,6 +115,13 @@ class Delivery:
         for choice, index in self.fold.take_stops():
             stop = partial(self._bus.stop_choice, self.request_id, choice, index)
             self._background.spawn(insist(stop, request_id=self.request_id, timeout_s=self._timeout_s))
+
+    async def _add_cost(self, events: Batch) -> Batch:
+        """`events`; with what the request cost in its usage if they are the last ones."""
+        if not self.fold.is_complete:
+            return events
+        self._worked = await self._listener.read_worked()
+        return [(event_id, self.usage) if isinstance(event, Usage) else (event_id, event) for event_id, event in events]
 
     def _why_incomplete(self, after: EventId | None) -> Exception:
         """The log is at its end and choices are open."""

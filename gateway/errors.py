@@ -13,10 +13,12 @@ from shared.errors import (
     NotFound,
     Overloaded,
     QuireError,
+    RateLimited,
     RequestError,
     RequestFailed,
     Unauthorized,
 )
+from shared.limits import RefusalReason
 from shared.messages import RequestEnded
 
 _STATUS: dict[type[RequestError], int] = {
@@ -24,6 +26,7 @@ _STATUS: dict[type[RequestError], int] = {
     Unauthorized: 401,
     NotFound: 404,
     IdempotencyConflict: 409,
+    RateLimited: 429,
     Overloaded: 503,
     RequestFailed: 500,
 }
@@ -34,6 +37,8 @@ _STATUS_OF_CODE = {
     "headers_too_large": 431,
     "deadline_exceeded": 504,
 }
+REFUSAL_REASONS = (*RefusalReason, "no_worker", "draining", "store", "busy")
+"""`store`: Redis takes no writes now. `busy`: this gateway has too many large bodies or prompts at once."""
 _INVALID_KINDS = frozenset({"never_fits", "context_length_exceeded", "invalid_value", "invalid_request"})
 
 
@@ -54,8 +59,10 @@ def to_answer(error: QuireError) -> ErrorAnswer:
         error = RequestFailed("internal error")
     status = _STATUS_OF_CODE.get(error.code or "") or _status_of_class(error)
     headers: dict[str, str] = {}
-    if isinstance(error, Overloaded):
+    if isinstance(error, Overloaded | RateLimited):
         headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, RateLimited):
+        headers |= error.headers
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
     return ErrorAnswer(status=status, body=orjson.dumps(to_object(error)), headers=headers)
@@ -65,7 +72,18 @@ def to_object(error: RequestError) -> dict[str, object]:
     """OpenAI's error object; also what an error event of a stream holds."""
     status = _STATUS_OF_CODE.get(error.code or "") or _status_of_class(error)
     kind = "invalid_request_error" if status < 500 else "server_error"
+    if isinstance(error, RateLimited):
+        kind = error.kind
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def refusal_reason(error: QuireError) -> str | None:
+    """The reason by which metrics count a request that was turned away; None for an error of another kind."""
+    if isinstance(error, BusError):
+        return "store"
+    if not isinstance(error, Overloaded | RateLimited):
+        return None
+    return error.reason if error.reason in REFUSAL_REASONS else "busy"
 
 
 def from_ended(ended: RequestEnded) -> RequestError:

@@ -37,6 +37,7 @@ class Exchange:
     Args:
         after: the client has everything up to this event.
         ignored: names of request fields for the warning header.
+        headers: further ones of the response.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Exchange:
         watch: ResponseWatch,
         ignored: list[str],
         after: EventId | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
         self._gateway = gateway
         self._request = request
@@ -55,6 +57,7 @@ class Exchange:
         self._watch = watch
         self._ignored = ignored
         self._after = after
+        self._extra_headers = headers or {}
         self._started: web.StreamResponse | None = None
         self._is_over = False
 
@@ -91,7 +94,7 @@ class Exchange:
             events += [event for _, event in batch]
             self._watch.note(batch)
         failpoint("gateway.before_write", self._delivery.request_id)
-        body = self._renderer().answer(events, self._delivery.usage)
+        body = self._renderer().answer(events, self._delivery.usage, self._delivery.fold.shown_choices())
         self._end_complete()
         return web.Response(body=body, content_type="application/json", headers=self._headers())
 
@@ -173,10 +176,11 @@ class Exchange:
             self._request.transport.abort()
 
     def _renderer(self) -> Renderer:
-        return Renderer(self._delivery.request_id, self._delivery.body, self._gateway.token_text)
+        price = self._gateway.http.price_per_hour
+        return Renderer(self._delivery.request_id, self._delivery.body, self._gateway.token_text, price)
 
     def _headers(self) -> dict[str, str]:
-        headers = {"X-Request-Id": str(self._delivery.request_id)}
+        headers = {"X-Request-Id": str(self._delivery.request_id)} | self._extra_headers
         return headers | ({"X-Quire-Ignored-Fields": ", ".join(self._ignored)} if self._ignored else {})
 
 

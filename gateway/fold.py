@@ -7,7 +7,9 @@ what makes a stream resumable anywhere. Rules:
 * chat: a choice's first entry gives its role event; text comes as it is sure, that is, complete characters that no stop
   string may claim; the finish event carries no text;
 * a stop string ends its choice at the entry that completes it (`take_stops`); later entries of that choice are void;
+* tokens of a prompt that were found in the prefix cache are those of its first choice;
 * the end token (one of `stop_token_ids`) has no text and no logprobs, but counts as a completion token;
+* with `best_of` all choices are folded; which of them the client gets follows from their logprobs in the log;
 * the entry that ends the last choice also gives the usage event (if wanted) and the done event.
 """
 
@@ -22,6 +24,7 @@ from gateway.detokenize import TokenText
 from gateway.stopping import StopMatcher
 from shared.log import FinishEntry, LogEntry, TokenEntry
 from shared.messages import RequestBody
+from shared.work_time import WorkTime
 
 
 class EventId(NamedTuple):
@@ -63,8 +66,13 @@ class ChoiceEnd:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """`cached_tokens` of the prompt tokens were found in the prefix cache. `worked`: worker time, if it was asked for,
+    which is not in the log (`delivery.py`)."""
+
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
+    worked: WorkTime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +104,8 @@ class ResponseFold:
     def usage(self) -> Usage:
         """Prompt tokens once a prompt, completion tokens over all choices."""
         prompt_tokens = sum(len(prompt) for prompt in self._body.prompts)
-        return Usage(prompt_tokens, sum(choice.num_tokens for choice in self._choices))
+        cached_tokens = sum(choice.num_cached for choice in self._choices[:: self._body.n])
+        return Usage(prompt_tokens, sum(choice.num_tokens for choice in self._choices), cached_tokens)
 
     def feed(self, entries: Iterable[LogEntry]) -> Batch:
         """Fold `entries` in; the events that they give, in order."""
@@ -118,6 +127,18 @@ class ResponseFold:
         if text is not None:
             self.num_entries += 1
         return text
+
+    def shown_choices(self) -> list[int]:
+        """The choices that the client gets, in its order: all, or of each prompt's the best ones, best first (of equal
+        ones the lower number). Final when complete."""
+        n, num_returned = self._body.n, self._body.num_returned
+        if num_returned is None:
+            return list(range(len(self._choices)))
+        shown = []
+        for first in range(0, len(self._choices), n):
+            ranked = sorted(range(first, first + n), key=lambda c: -self._choices[c].mean_logprob)
+            shown += ranked[:num_returned]
+        return shown
 
     def take_stops(self) -> list[tuple[int, int]]:
         """Stop strings found since the last call: (choice, index of the choice's entry that completed it)."""
@@ -150,6 +171,8 @@ class _ChoiceFold:
         self._num_decoded = 0
         self._num_shown = 0
         self.num_tokens = 0
+        self.num_cached = 0
+        self._logprob_sum = 0.0
         self.stop_index: int | None = None
         self.is_done = False
 
@@ -159,6 +182,8 @@ class _ChoiceFold:
         if isinstance(entry, FinishEntry):
             return events + self._end(entry.reason)
         self.num_tokens += 1
+        self.num_cached += entry.num_cached
+        self._logprob_sum += 0.0 if entry.logprobs is None else entry.logprobs.chosen
         if entry.token_id in self._end_ids:
             return events
         self._note_logprobs(entry)
@@ -168,6 +193,11 @@ class _ChoiceFold:
         self.stop_index = self.num_tokens - 1
         self.is_done = True
         return [*events, *self._show(shown, self._take_pending()), ChoiceEnd(self._index, "stop")]
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log probability (natural, of the raw model) of the tokens that count, the end token among them."""
+        return self._logprob_sum / self.num_tokens if self.num_tokens else float("-inf")
 
     def feed_token(self, token_id: int) -> str | None:
         """The text of a token in the midst of the choice, None (and nothing is folded) at its beginning or end."""

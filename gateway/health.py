@@ -1,7 +1,8 @@
 """The gateway's view of the cell: is the bus there, does a leader lead, which workers of our model live and work.
 
 Everyone raises counters in the bus; the view polls them and times "has not moved" with its own monotonic clock. Timers
-start again when the bus comes back, since nobody could raise a counter in between. *Ready* means that tokens can be
+start again when the bus comes back, since nobody could raise a counter in between; and while this process itself
+does not run they stand still, since the whole machine may pause. *Ready* means that tokens can be
 produced: bus reachable, a leader, and a living worker that makes steps whenever it has work. *Serving* means that work
 is accepted: a living worker is enough, a slow step is no reason to refuse.
 """
@@ -20,6 +21,8 @@ from shared.logs import get_log
 from shared.messages import WorkerHello
 
 POLL_S = 0.5
+MOST_GAP_S = 1.5 * POLL_S
+"""Of the time between two polls so much counts; more passes only while this process does not run."""
 
 _log = get_log("gateway.health")
 
@@ -95,6 +98,8 @@ class HealthView:
         return reasons
 
     def _note_counters(self) -> None:
+        self._beats.look()
+        self._steps.look()
         self._beats.note("leader", (self._leader.token, self._leader.beat))
         for pulse in self._workers:
             self._beats.note(pulse.hello.worker_id, pulse.beat)
@@ -112,19 +117,28 @@ class HealthView:
 
 
 class _Stillness:
-    """For how long each counter has not changed."""
+    """For how long each counter has not changed, while somebody looked."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._looked_at = clock.now()
+        self._watched_s = 0.0
         self._seen: dict[Hashable, tuple[object, float]] = {}
+
+    def look(self) -> None:
+        """Counters are about to be noted."""
+        self._watched_s, self._looked_at = self._now_s(), self._clock.now()
 
     def note(self, name: Hashable, value: object) -> None:
         seen = self._seen.get(name)
         if seen is None or seen[0] != value:
-            self._seen[name] = (value, self._clock.now())
+            self._seen[name] = (value, self._watched_s)
 
     def keep(self, names: set[Hashable]) -> None:
         self._seen = {name: seen for name, seen in self._seen.items() if name in names}
 
     def still_s(self, name: Hashable) -> float:
-        return self._clock.now() - self._seen[name][1]
+        return self._now_s() - self._seen[name][1]
+
+    def _now_s(self) -> float:
+        return self._watched_s + min(self._clock.now() - self._looked_at, MOST_GAP_S)

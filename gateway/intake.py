@@ -21,7 +21,7 @@ from gateway.model_folder import ModelFolder
 from gateway.openai import ChatBody, CompletionBody, parse_body, parse_json
 from gateway.prompt import PromptEncoder, context_error, read_messages, read_prompts
 from gateway.text_pool import TextPool
-from shared.capacity import fits, never_fits_message
+from shared.capacity import fits, most_tokens, never_fits_message
 from shared.clock import unix_now
 from shared.errors import InvalidRequest, NotFound, Overloaded, shorten
 from shared.ids import RequestId, new_request_id, new_seed
@@ -39,12 +39,15 @@ SHORT_BODY_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intake:
-    """A checked request. `body_hash` is over the JSON as sent; `ignored` names fields that change nothing."""
+    """A checked request. `body_hash` is over the JSON as sent; `ignored` names fields that change nothing; `priority`
+    and `user` are for the scheduler only."""
 
     request_id: RequestId
     body: RequestBody
     body_hash: str
     ignored: list[str]
+    priority: int = 0
+    user: str = ""
 
     def summary(self, *, tenant: str, worker: WorkerHello, timeout_s: float) -> SubmitRequest:
         """What the scheduler needs to know; `worker` is one that may run it."""
@@ -57,6 +60,8 @@ class Intake:
             n=self.body.n,
             max_tokens=self.body.sampling.max_tokens,
             timeout_s=timeout_s,
+            priority=self.priority,
+            user=self.user,
         )
 
 
@@ -77,15 +82,23 @@ class IntakeDesk:
         folder: the model's text side.
         model_names: what clients may call it; the first one is used when a request names none.
         max_model_len: of the gateway's own configuration; a worker may have less.
+        has_price: what a request costs can be told.
     """
 
     def __init__(
-        self, *, folder: ModelFolder, model_names: tuple[str, ...], max_model_len: int, pool: TextPool
+        self,
+        *,
+        folder: ModelFolder,
+        model_names: tuple[str, ...],
+        max_model_len: int,
+        pool: TextPool,
+        has_price: bool = False,
     ) -> None:
         self._folder = folder
         self._model_names = model_names
         self.max_model_len = max_model_len
         self._pool = pool
+        self._has_price = has_price
         self.encoder = PromptEncoder(folder, max_model_len)
 
     async def take(self, kind: str, data: bytes, health: HealthView) -> tuple[Intake, WorkerHello]:
@@ -129,16 +142,23 @@ class IntakeDesk:
         body_class: type[ChatBody] | type[CompletionBody] = ChatBody if kind == "chat" else CompletionBody
         request, ignored = parse_body(raw, body_class)
         self.check_model(request.model)
+        self._check_cost(request)
         bias, stop_ids = self._resolve_bias(request.logit_bias or {}), self._resolve_stop_ids(request)
         return _Read(request, ignored, self._read_prompts(request), bias, stop_ids, _hash(kind, raw))
+
+    def _check_cost(self, request: GenerateRequest) -> None:
+        if request.include_cost and not self._has_price:
+            text = "include_cost: this server does not know what a worker costs; start it with --price-per-hour"
+            raise InvalidRequest(text, param="include_cost")
 
     def _read_prompts(self, request: GenerateRequest) -> tuple[tuple[int, ...], ...]:
         if isinstance(request, ChatBody):
             return (self.encoder.encode_chat(read_messages(request.messages)),)
         prompts = read_prompts(request.prompt)
-        if len(prompts) * (request.n or 1) > limits.MAX_CHOICES:
-            choices = f"{len(prompts)} prompts times n {request.n}"
-            raise InvalidRequest(f"n: {choices} is more than {limits.MAX_CHOICES} choices", param="n")
+        if len(prompts) * request.num_samples > limits.MAX_CHOICES:
+            field = "n" if request.best_of is None else "best_of"
+            choices = f"{len(prompts)} prompts times {field} {request.num_samples}"
+            raise InvalidRequest(f"{field}: {choices} is more than {limits.MAX_CHOICES} choices", param=field)
         return tuple(self.encoder.encode(prompt) for prompt in prompts)
 
     def _check_context(self, request: GenerateRequest, longest: int, max_model_len: int) -> None:
@@ -154,12 +174,13 @@ class IntakeDesk:
         self._check_context(request, longest, max_model_len)
         room = max_model_len - longest
         limit = request.token_limit
+        sizes = {"block_size": worker.block_size, "num_blocks": worker.num_blocks, "num_resident": worker.num_resident}
         if limit is None:
-            in_pool = worker.num_blocks * worker.block_size - longest
+            in_pool = most_tokens(**sizes, limit=max_model_len) - longest
             limit = min(room, COMPLETION_MAX_TOKENS) if isinstance(request, CompletionBody) else min(room, in_pool)
             limit = max(limit, request.min_tokens or 0, 1)
-        if not fits(longest + limit, block_size=worker.block_size, num_blocks=worker.num_blocks):
-            message = never_fits_message(longest + limit, block_size=worker.block_size, num_blocks=worker.num_blocks)
+        if not fits(longest + limit, **sizes):
+            message = never_fits_message(longest + limit, **sizes)
             raise InvalidRequest(message, param=_prompt_field(request), code="context_length_exceeded")
         return limit
 
@@ -171,16 +192,28 @@ class IntakeDesk:
             model=self.check_model(request.model),
             created=unix_now(),
             prompts=read.prompts,
-            n=request.n or 1,
+            n=request.num_samples,
             sampling=self._resolve_sampling(read, max_tokens),
             stop=request.stop_strings,
             stream=bool(request.stream),
-            include_usage=bool(options and options.include_usage),
+            include_usage=bool((options and options.include_usage) or (request.stream and request.include_cost)),
+            include_cost=bool(request.include_cost),
+            cache_salt=request.cache_salt or "",
+            num_returned=(request.n or 1) if request.is_choosy else None,
+            hides_logprobs=request.is_choosy and request.num_logprobs is None,
         )
-        return Intake(request_id=new_request_id(kind), body=body, body_hash=read.body_hash, ignored=read.ignored)
+        return Intake(
+            request_id=new_request_id(kind),
+            body=body,
+            body_hash=read.body_hash,
+            ignored=read.ignored,
+            priority=request.priority or 0,
+            user=request.user or "",
+        )
 
     def _resolve_sampling(self, read: _Read, max_tokens: int) -> SamplingParams:
         request = read.request
+        least_logprobs = 0 if request.is_choosy else None
         return SamplingParams(
             seed=new_seed() if request.seed in (None, -1) else (request.seed or 0) & _SEED_MASK,
             max_tokens=max_tokens,
@@ -194,7 +227,7 @@ class IntakeDesk:
             repetition_penalty=_or(request.repetition_penalty, 1.0),
             logit_bias=read.logit_bias,
             stop_token_ids=read.stop_token_ids,
-            num_logprobs=request.num_logprobs,
+            num_logprobs=least_logprobs if request.num_logprobs is None else request.num_logprobs,
         )
 
     def _resolve_bias(self, raw: dict[str, float]) -> tuple[tuple[int, float], ...]:

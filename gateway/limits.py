@@ -17,11 +17,16 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_TOP_K = 2**31 - 1
 MAX_USER_CHARS = 512
+MAX_CACHE_SALT_CHARS = 256
+MAX_PRIORITY = 2**31
+"""How far from 0 a priority may be, either way."""
 MAX_IDEMPOTENCY_KEY_CHARS = 256
 
 MIN_REPETITION_PENALTY = 0.01
 """A logit of 100 divided by it stays a number; by the least double it is none, and every token would be as good."""
 
+MAX_VALUES = 500_000
+"""Fields, lists and objects in a body, the dearest to parse: one call parses all, and meanwhile no stream moves."""
 MAX_FIELDS = 256
 MAX_DEPTH = 128
 """Levels of lists and objects in a body; half of what orjson can write again, for hashing and error messages."""

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from gateway.auth import OPEN_ROUTES
-from gateway.errors import to_answer
+from gateway.errors import refusal_reason, to_answer
 from gateway.state import GATEWAY, REQUEST_ID, TENANT
 from shared.errors import InvalidRequest, NotFound, QuireError, RequestFailed
 from shared.logs import get_log
@@ -28,6 +28,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except QuireError as error:
         gateway.metrics.error_answers.inc()
+        gateway.metrics.note_refusal(refusal_reason(error))
         return error_response(error)
     except web.HTTPException as error:
         gateway.metrics.error_answers.inc()

@@ -7,7 +7,10 @@ the errors of all its branches. Documented choices where the API leaves one:
 * `seed` -1 draws a random seed, as absence does; other negative seeds are seeds like any other;
 * `max_tokens` in chat means `max_completion_tokens`; both with different values is an error;
 * `stream_options` without `stream` is an error;
-* `developer` messages are `system` messages.
+* `developer` messages are `system` messages;
+* `best_of` equal to `n` chooses nothing and is as if absent; more than `n` cannot be streamed, as in OpenAI's API;
+* `priority` as in vLLM: an integer, lower first, 0 when absent;
+* `include_cost` is ours: usage says what the request cost, in a stream as if `include_usage` were true.
 """
 
 from __future__ import annotations
@@ -77,6 +80,19 @@ class GenerateBody(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=limits.MAX_USER_CHARS)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS)] | None = None
+    priority: Annotated[int, Field(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)] | None = None
+    include_cost: bool | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """How many continuations of each prompt are computed."""
+        return self.n or 1
+
+    @property
+    def is_choosy(self) -> bool:
+        """Whether the client gets fewer of them than are computed."""
+        return self.num_samples > (self.n or 1)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -90,6 +106,12 @@ class CompletionBody(GenerateBody):
 
     prompt: Any = None
     logprobs: Annotated[int, Field(ge=0, le=limits.MAX_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=limits.MAX_N)] | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """How many continuations of each prompt are computed."""
+        return self.best_of or self.n or 1
 
     @property
     def num_logprobs(self) -> int | None:
@@ -142,9 +164,12 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """The JSON object in a request's body.
 
     Raises:
-        InvalidRequest: not UTF-8, not JSON (NaN, infinities and numbers beyond a double included), nested too deep to
-            be written again, or not an object.
+        InvalidRequest: not UTF-8, not JSON (NaN, infinities and numbers beyond a double included), of too many values,
+            nested too deep to be written again, or not an object.
     """
+    if _count_values(data) > limits.MAX_VALUES:
+        text = f"the body holds more than {limits.MAX_VALUES} fields, lists and objects; send fewer of them"
+        raise InvalidRequest(text, code="too_many_values")
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -154,6 +179,11 @@ def parse_json(data: bytes) -> dict[str, Any]:
     if is_nested_deeper(value, limits.MAX_DEPTH):
         raise InvalidRequest(f"the body is nested more than {limits.MAX_DEPTH} levels deep", code="invalid_json")
     return value
+
+
+def _count_values(data: bytes) -> int:
+    """At least as many as there are fields, lists and objects in JSON; their signs inside of strings count, too."""
+    return data.count(b":") + data.count(b"[") + data.count(b"{")
 
 
 def parse_body(raw: dict[str, Any], body_class: type[B]) -> tuple[B, list[str]]:
@@ -193,9 +223,20 @@ def _check_together(body: GenerateBody) -> None:
         if None not in both and both[0] != both[1]:
             text = f"max_tokens: {both[0]} differs from max_completion_tokens {both[1]}; give one of them"
             raise InvalidRequest(text, param="max_tokens")
+    if isinstance(body, CompletionBody):
+        _check_best_of(body)
     limit = body.token_limit if isinstance(body, (ChatBody, CompletionBody)) else None
     if limit is not None and (body.min_tokens or 0) > limit:
         raise InvalidRequest(f"min_tokens: {body.min_tokens} is more than max_tokens {limit}", param="min_tokens")
+
+
+def _check_best_of(body: CompletionBody) -> None:
+    if body.num_samples < (body.n or 1):
+        text = f"best_of: {body.best_of} is less than n {body.n}; ask for at least as many"
+        raise InvalidRequest(text, param="best_of")
+    if body.is_choosy and body.stream:
+        text = f"best_of: {body.best_of} with stream: true: the best are known at the end only; leave one of them out"
+        raise InvalidRequest(text, param="best_of")
 
 
 def _to_invalid(error: ValidationError, raw: dict[str, Any]) -> InvalidRequest:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +99,7 @@ class PromptEncoder:
             ids = self.encode_text(prompt.text)
         else:
             ids = prompt.token_ids
-            self._check_ids(ids)
+            self.check_ids(ids)
         if not ids:
             raise _wrong_prompt("prompt: is empty")
         return ids
@@ -155,15 +156,15 @@ class PromptEncoder:
             raise InvalidRequest(f"{param}: {num_bytes} bytes of text, at most {limits.MAX_PROMPT_BYTES} are tokenized",
                                  param=param)  # fmt: skip
 
-    def _check_ids(self, ids: tuple[int, ...]) -> None:
+    def check_ids(self, ids: Sequence[int], field: str = "prompt") -> None:
+        """Raise `InvalidRequest` that names `field` unless these ids, one at least, are of the vocabulary and fit."""
         if len(ids) > self._max_model_len:
-            raise context_error(str(len(ids)), None, self._max_model_len, "prompt")
+            raise context_error(str(len(ids)), None, self._max_model_len, field)
         low, high = min(ids), max(ids)
         if low < 0 or high >= self._folder.vocab_size:
             wrong = low if low < 0 else high
-            raise _wrong_prompt(
-                f"prompt: token id {wrong} is not in the vocabulary (0 to {self._folder.vocab_size - 1})"
-            )
+            text = f"{field}: token id {shorten(wrong)} is not in the vocabulary (0 to {self._folder.vocab_size - 1})"
+            raise InvalidRequest(text, param=field)
 
 
 def context_error(prompt_tokens: str, max_tokens: int | None, max_model_len: int, param: str) -> InvalidRequest:
@@ -192,7 +193,7 @@ def _text_prompt(text: str, where: str) -> TextPrompt:
 def _ids_prompt(items: list[Any], where: str) -> IdsPrompt:
     if not items:
         raise _wrong_prompt(f"{where}: is empty")
-    if any(type(item) is not int for item in items):
+    if set(map(type, items)) != {int}:
         raise _wrong_prompt(f"{where}: token ids must be integers")
     return IdsPrompt(tuple(items))
 

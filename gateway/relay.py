@@ -16,12 +16,13 @@ import asyncio
 from collections.abc import Callable
 
 from gateway import limits
-from shared.bus import Bus, ChannelMessage, Subscribed
+from shared.bus import Bus, ChannelMessage, RequestRecord, Subscribed
 from shared.errors import BusError, RequestFailed
 from shared.ids import ConnectionId, GatewayId, RequestId, new_connection_id
 from shared.log import LogEntry, decode_entries
 from shared.logs import get_log
 from shared.messages import RequestEnded, TokenChunk
+from shared.work_time import WorkTime
 
 RETRY_S = 0.2
 
@@ -191,9 +192,16 @@ class Listener:
             except BusError as error:
                 await self._pause(error)
 
+    async def read_worked(self) -> WorkTime:
+        """What workers have computed for the request so far. Raises `RequestFailed`: the record is gone."""
+        return (await self._load_record()).worked
+
     async def _check_ended(self) -> None:
         """Look at the record: has the request ended?"""
         self._must_check = False
+        self.ended = (await self._load_record()).ended
+
+    async def _load_record(self) -> RequestRecord:
         while True:
             try:
                 record = await self._bus.load_record(self.request_id)
@@ -202,7 +210,7 @@ class Listener:
                 await self._pause(error)
         if record is None:
             raise RequestFailed("the request's record is lost", code="request_lost")
-        self.ended = record.ended
+        return record
 
     async def _wait(self) -> None:
         """Until something is offered; after a second of silence look at log and record. Called for every token, so the

@@ -6,7 +6,7 @@ after its first byte ends with `data: {"error": …}` and without `[DONE]`, so a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -17,6 +17,7 @@ from gateway.fold import Batch, ChoiceEnd, Done, Event, EventId, RoleEvent, Show
 from shared.errors import InvalidRequest, RequestError
 from shared.ids import RequestId
 from shared.messages import RequestBody
+from shared.work_time import cost_of
 
 KEEP_ALIVE = b": keep-alive\n\n"
 _MARK = "\0"
@@ -42,8 +43,11 @@ def error_frame(error: RequestError) -> bytes:
 class Renderer:
     """Turns the events of one response into frames, or into one JSON answer."""
 
-    def __init__(self, request_id: RequestId, body: RequestBody, token_text: TokenText) -> None:
+    def __init__(
+        self, request_id: RequestId, body: RequestBody, token_text: TokenText, price_per_hour: float = 0.0
+    ) -> None:
         self._body = body
+        self._price_per_hour = price_per_hour
         self._token_text = token_text
         self._is_chat = body.kind == "chat"
         name = "chat.completion" if self._is_chat else "text_completion"
@@ -69,8 +73,8 @@ class Renderer:
             return self.frame(*batch[0])
         return b"".join([self.frame(event_id, event) for event_id, event in batch])
 
-    def answer(self, events: Iterable[Event], usage: Usage) -> bytes:
-        """The JSON answer of a call that does not stream."""
+    def answer(self, events: Iterable[Event], usage: Usage, shown_choices: Sequence[int]) -> bytes:
+        """The JSON answer of a call that does not stream, with `shown_choices` numbered in their order."""
         choices = [_Collected() for _ in range(len(self._body.prompts) * self._body.n)]
         for event in events:
             if isinstance(event, TextEvent):
@@ -78,8 +82,8 @@ class Renderer:
                 choices[event.choice].tokens += event.tokens
             elif isinstance(event, ChoiceEnd):
                 choices[event.choice].reason = event.reason
-        shown = [self._full_choice(index, choice) for index, choice in enumerate(choices)]
-        return orjson.dumps(self._head | {"choices": shown, "usage": usage_object(usage)})
+        shown = [self._full_choice(index, choices[choice]) for index, choice in enumerate(shown_choices)]
+        return orjson.dumps(self._head | {"choices": shown, "usage": usage_object(usage, self._price_per_hour)})
 
     def _find_around_text(self, choice: int) -> tuple[bytes, bytes]:
         """What stands before and behind the text in each of a choice's chunks that bring nothing but text."""
@@ -89,7 +93,7 @@ class Renderer:
 
     def _chunk(self, event: Event) -> dict[str, Any]:
         if isinstance(event, Usage):
-            return self._chunk_head | {"choices": [], "usage": usage_object(event)}
+            return self._chunk_head | {"choices": [], "usage": usage_object(event, self._price_per_hour)}
         usage = {"usage": None} if self._body.include_usage else {}
         return self._chunk_head | {"choices": [self._chunk_choice(event)]} | usage
 
@@ -114,7 +118,7 @@ class Renderer:
         text = "".join(choice.parts)
         message = {"message": {"role": "assistant", "content": text, "refusal": None}}
         content: dict[str, Any] = message if self._is_chat else {"text": text}
-        wants_logprobs = self._body.sampling.num_logprobs is not None
+        wants_logprobs = self._body.sampling.num_logprobs is not None and not self._body.hides_logprobs
         logprobs = self._logprobs(tuple(choice.tokens)) if wants_logprobs else None
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.reason}
 
@@ -154,11 +158,19 @@ class _Collected:
         self.reason: str | None = None
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
-    """OpenAI's usage object. No prefix cache yet, so no cached tokens."""
-    return {
+def usage_object(usage: Usage, price_per_hour: float = 0.0) -> dict[str, Any]:
+    """OpenAI's usage object, and what the request cost if it asked for that; null where this gateway has no price."""
+    tokens = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+    worked = usage.worked
+    if worked is None:
+        return tokens
+    return tokens | {
+        "cost": cost_of(worked.seconds, price_per_hour) if price_per_hour else None,
+        "worker_seconds": worked.seconds,
+        "worker_seconds_details": {"prefill": worked.prefill_s, "decode": worked.decode_s},
     }

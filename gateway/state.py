@@ -11,11 +11,13 @@ from gateway.background import Background
 from gateway.body_budget import BodyBudget
 from gateway.cell import CellView
 from gateway.detokenize import TokenText
+from gateway.door import Door
 from gateway.drain import Drain
 from gateway.health import HealthView
 from gateway.intake import IntakeDesk
 from gateway.metrics import GatewayMetrics
 from gateway.model_folder import ModelFolder
+from gateway.prefixes import PrefixNamer
 from gateway.relay import Relay
 from shared.bus import Bus
 from shared.config import HttpConfig
@@ -39,7 +41,9 @@ class Gateway:
     relay: Relay
     health: HealthView
     cell: CellView
+    door: Door
     metrics: GatewayMetrics
+    prefixes: PrefixNamer
     drain: Drain
     background: Background
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from gateway import limits
 from gateway.delivery import Delivery
@@ -12,31 +13,45 @@ from gateway.intake import Intake
 from gateway.relay import RETRY_S, Listener
 from gateway.state import Gateway
 from shared.bus import NewRequest, SubmitAnswer, SubmitOutcome
-from shared.errors import BusUnavailable, IdempotencyConflict, NotFound, Overloaded
+from shared.errors import BusUnavailable, IdempotencyConflict, NotFound
 from shared.failpoints import failpoint
 from shared.ids import RequestId, is_request_id
 from shared.messages import RequestBody, WorkerHello
 
 
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """`is_new`: not one that its idempotency key knew. `headers`: what its tenant has left."""
+
+    delivery: Delivery
+    is_new: bool
+    headers: dict[str, str] = field(default_factory=dict)
+
+
 async def submit(
     gateway: Gateway, intake: Intake, *, worker: WorkerHello, tenant: str, idempotency_key: str | None
-) -> tuple[Delivery, bool]:
-    """Store the request; the delivery of its response, and whether it is new (not one that its key knew).
+) -> Submission:
+    """Store the request; the delivery of its response.
 
     Raises:
+        InvalidRequest: it is larger than its tenant may ever ask for.
         IdempotencyConflict: the key belongs to another body.
-        Overloaded, BusError: it cannot be stored now.
+        RateLimited, Overloaded, BusError: it cannot be stored now.
     """
+    summary = intake.summary(tenant=tenant, worker=worker, timeout_s=gateway.http.request_timeout_s)
+    gateway.door.check(summary)
     body = dataclasses.replace(intake.body, has_idempotency_key=idempotency_key is not None)
     delivery = _deliver(gateway, gateway.relay.listen(intake.request_id), body)
+    prefixes = gateway.prefixes.name(body, tenant, worker.block_size) if worker.has_prefix_cache else ()
     new = NewRequest(
-        summary=intake.summary(tenant=tenant, worker=worker, timeout_s=gateway.http.request_timeout_s),
+        summary=dataclasses.replace(summary, prefixes=prefixes),
         body=body,
         gateway_id=gateway.gateway_id,
         connection_id=delivery.connection_id,
         orphan_ttl_s=gateway.http.orphan_ttl_s if idempotency_key else 0.0,
         idempotency_key=idempotency_key,
         body_hash=intake.body_hash,
+        tenant_limits=gateway.door.limits_of(tenant),
     )
     with ExitStack() as undo:
         undo.callback(delivery.leave)  # whatever goes wrong here, it may be stored all the same
@@ -44,9 +59,9 @@ async def submit(
         outcome = await _insist_on_submit(gateway, new)
         undo.pop_all()
     if outcome.request_id == intake.request_id and outcome.answer in (SubmitAnswer.NEW, SubmitAnswer.EXISTS):
-        return delivery, True
+        return Submission(delivery, True, gateway.door.headers(tenant, outcome.budget))
     delivery.complete()
-    return await _join_instead(gateway, outcome, tenant), False
+    return Submission(await _join_instead(gateway, outcome, tenant), False)
 
 
 async def join(gateway: Gateway, request_id: str, tenant: str) -> Delivery:
@@ -75,8 +90,8 @@ async def join(gateway: Gateway, request_id: str, tenant: str) -> Delivery:
 async def _join_instead(gateway: Gateway, outcome: SubmitOutcome, tenant: str) -> Delivery:
     if outcome.answer is SubmitAnswer.CONFLICT:
         raise IdempotencyConflict("Idempotency-Key: was used with another body", param="Idempotency-Key")
-    if outcome.answer is SubmitAnswer.FULL:
-        raise Overloaded(f"too much work is queued ({outcome.detail}); try again", retry_after_s=2)
+    if outcome.reason is not None:
+        raise gateway.door.to_error(outcome, tenant)
     return await join(gateway, outcome.request_id, tenant)
 
 

@@ -35,8 +35,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),
     "early_stopping": (None, False),
-    "priority": (None, 0),
-    "cache_salt": (None,),
     "lora": _EMPTY,
     "lora_request": _EMPTY,
     "lora_name": _EMPTY,
@@ -127,8 +125,9 @@ def is_nested_deeper(value: object, most: int) -> bool:
 
 
 def _containers_in(value: object) -> list[object]:
-    if isinstance(value, dict):
-        return [item for item in value.values() if isinstance(item, (dict, list))]
-    if isinstance(value, list):
-        return [item for item in value if isinstance(item, (dict, list))]
-    return []
+    if not isinstance(value, (dict, list)):
+        return []
+    items = value.values() if isinstance(value, dict) else value
+    if {dict, list}.isdisjoint(map(type, items)):
+        return []
+    return [item for item in items if isinstance(item, (dict, list))]

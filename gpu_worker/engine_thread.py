@@ -15,8 +15,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpu_worker.engine.engine import Engine, EngineView, NewEntries, StepOutput
+from gpu_worker.engine.engine import Engine, NewEntries, StepOutput
 from gpu_worker.engine.sequence import Sequence
+from gpu_worker.engine.step_work import StepWork
+from gpu_worker.engine.view import EngineView
 from shared.errors import InvalidRequest
 from shared.ids import EntryId, RequestId
 
@@ -41,11 +43,13 @@ class Drop:
 @dataclass(frozen=True, slots=True)
 class Withdraw:
     """Take a request out, to be given back to the queue; void when nothing of it is left to compute. A preemption
-    names how many evictions it knows of, and is void when there were more."""
+    names how many evictions it knows of, and is void when there were more. With `keeps` the engine keeps the request,
+    which waits in its order; nothing is withdrawn then."""
 
     request_id: RequestId
     attempt: int
     num_evictions: int | None = None
+    keeps: bool = False
 
     @property
     def is_preemption(self) -> bool:
@@ -81,8 +85,10 @@ class Round:
     view: EngineView
     inbox_id: EntryId
     entries: tuple[NewEntries, ...] = ()
+    work: tuple[StepWork, ...] = ()
     failures: tuple[Failure, ...] = ()
     withdrawn: tuple[Withdraw, ...] = ()
+    prefix_changes: tuple[tuple[bytes, bool], ...] = ()
 
 
 class EngineThread:
@@ -170,8 +176,10 @@ class EngineThread:
                 view=self._engine.view(),
                 inbox_id=self._inbox_id,
                 entries=output.entries,
+                work=output.work,
                 failures=tuple(failures),
                 withdrawn=tuple(withdrawn),
+                prefix_changes=tuple(self._engine.take_prefix_changes()),
             )
         )
 
@@ -197,7 +205,9 @@ class EngineThread:
     def _withdraw(self, command: Withdraw) -> bool:
         if not command.is_preemption:
             return self._engine.drop(command.request_id)
-        return command.num_evictions == self._engine.num_evictions and self._engine.preempt(command.request_id)
+        if command.num_evictions != self._engine.num_evictions:
+            return False
+        return self._engine.preempt(command.request_id, keeps=command.keeps) and not command.keeps
 
     def _add(self, sequences: tuple[Sequence, ...]) -> list[Failure]:
         """Add all or none."""

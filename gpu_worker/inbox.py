@@ -20,6 +20,7 @@ from shared.ids import EntryId
 from shared.log import FinishEntry, TokenEntry, decode_entries, encode_entry
 from shared.logs import get_log
 from shared.messages import AbortRequest, PreemptRequest, RequestBody, RunRequest
+from shared.prefix import scope_of
 
 READ_COUNT = 64
 BLOCK_MS = 1000
@@ -108,14 +109,15 @@ class Inbox:
         if held is None or held.exit is not None:
             return
         if held.sequences:  # a suspect that the engine does not know yet
-            held.exit = Release(is_preempted=True)
-            mine.outbox_due.set()
+            if not message.keeps:
+                held.exit = Release(is_preempted=True)
+                mine.outbox_due.set()
             return
         num_evictions = self._evictions_at(message.report_seq)
         if num_evictions is None:
             _log.info("preempt.ignored", request_id=message.request_id, report_seq=message.report_seq)
             return
-        mine.thread.submit(Withdraw(message.request_id, message.attempt, num_evictions))
+        mine.thread.submit(Withdraw(message.request_id, message.attempt, num_evictions, message.keeps))
 
 
 def open_request(message: RunRequest, record: RequestRecord, body: RequestBody, data: bytes) -> Held:
@@ -141,6 +143,7 @@ def open_request(message: RunRequest, record: RequestRecord, body: RequestBody, 
     if any(len(logged) != record.choices[c].num_entries for c, logged in entries.items()):
         raise WireError("the log holds other lengths than the record")
     held = Held(message.request_id, message.attempt, message.rank, is_suspect=message.crashes > 0)
+    held.wants_cost = body.include_cost
     for choice, logged in entries.items():
         if len(logged) != record.choices[choice].num_entries:
             raise WireError(
@@ -148,11 +151,14 @@ def open_request(message: RunRequest, record: RequestRecord, body: RequestBody, 
             )
         prompt_len = len(body.prompts[choice // body.n])
         held.choices[choice] = HeldChoice(choice, prompt_len, [encode_entry(e) for e in logged], len(logged))
-    held.sequences = tuple(_to_sequence(message, body, choice, logged) for choice, logged in entries.items())
+    scope = scope_of(record.summary.tenant, body.cache_salt)
+    held.sequences = tuple(_to_sequence(message, body, choice, logged, scope) for choice, logged in entries.items())
     return held
 
 
-def _to_sequence(message: RunRequest, body: RequestBody, choice: int, logged: list[TokenEntry]) -> Sequence:
+def _to_sequence(
+    message: RunRequest, body: RequestBody, choice: int, logged: list[TokenEntry], scope: tuple[str, ...]
+) -> Sequence:
     prompt = body.prompts[choice // body.n]
     return Sequence(
         request_id=message.request_id,
@@ -163,6 +169,8 @@ def _to_sequence(message: RunRequest, body: RequestBody, choice: int, logged: li
         num_prompt_tokens=len(prompt),
         sampling=body.sampling,
         is_alone=message.crashes > 0,
+        priority=message.priority,
+        cache_scope=scope,
     )
 
 

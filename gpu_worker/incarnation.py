@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from gpu_worker.engine.engine import Engine, EngineView
+from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.view import EngineView
 from gpu_worker.engine_thread import Add, Drop, EngineThread, Round
 from gpu_worker.ledger import Held, Ledger
+from gpu_worker.prefix_journal import PrefixJournal
 from shared.bus import Bus, RequestRecord, RequestState
 from shared.failpoints import failpoint
 from shared.ids import EntryId, RequestId, WorkerId
@@ -42,6 +44,7 @@ class Incarnation:
         self.worker_id = worker_id
         self.bus = bus
         self.ledger = Ledger()
+        self.prefixes = PrefixJournal()
         self.view: EngineView = engine.view()
         self.inbox_id = EntryId("0-0")
         self.applied: list[EntryId] = []
@@ -110,7 +113,8 @@ class Incarnation:
     def _on_round(self, round_: Round) -> None:
         before, self.view, self.inbox_id = self.view, round_.view, round_.inbox_id
         self.ledger.take(round_)
-        if round_.entries or round_.failures or round_.withdrawn:
+        self.prefixes.note(round_.prefix_changes)
+        if round_.entries or round_.failures or round_.withdrawn or self.ledger.accounts.has_due:
             self.outbox_due.set()
         if self._has_grown() or (before.num_running, before.num_waiting, before.num_held) != (
             round_.view.num_running, round_.view.num_waiting, round_.view.num_held,

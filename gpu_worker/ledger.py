@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gpu_worker.engine.engine import EngineView
+from gpu_worker.accounts import Accounts
 from gpu_worker.engine.sequence import Sequence
+from gpu_worker.engine.view import EngineView
 from gpu_worker.engine_thread import Round
 from shared.bus import CommitAnswer, CommitItem, CommitOutcome
 from shared.ids import RequestId
@@ -59,7 +60,8 @@ class HeldChoice:
 class Held:
     """A request of which this worker owns attempt `attempt`. `sequences` wait to be handed to the engine.
 
-    `choices` are those whose end is not committed yet. `is_suspect` until a token of it is.
+    `choices` are those whose end is not committed yet. `is_suspect` until a token of it is. `wants_cost`: its client
+    will ask what it cost.
     """
 
     request_id: RequestId
@@ -69,6 +71,7 @@ class Held:
     sequences: tuple[Sequence, ...] = ()
     is_suspect: bool = False
     exit: Release | End | None = None
+    wants_cost: bool = False
 
     @property
     def is_committed(self) -> bool:
@@ -99,6 +102,7 @@ class Ledger:
         self._held: dict[RequestId, Held] = {}
         self.suspect: Held | None = None
         self.round_number = 0
+        self.accounts = Accounts()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -118,21 +122,26 @@ class Ledger:
     def hold(self, held: Held) -> None:
         """Take a request in."""
         self._held[held.request_id] = held
+        self.accounts.open(held.request_id, held.attempt, is_exact=held.wants_cost)
 
     def forget(self, held: Held) -> None:
         """Hold it no longer; nothing happens when it, or a later attempt, has taken its place."""
         if self.is_held(held):
             del self._held[held.request_id]
+            self.accounts.leave(held.request_id, held.attempt)
 
     def take(self, round_: Round) -> None:
         """Note what the engine has done."""
         self.round_number = round_.number
+        self.accounts.add(round_.work)
         for new in round_.entries:
             held = self.get(new.request_id, new.attempt)
             choice = held.choices.get(new.choice) if held is not None else None
             if choice is not None:
                 choice.entries += map(encode_entry, new.entries)
                 choice.finish = new.finish
+                if new.finish:
+                    self.accounts.close_soon(new.request_id, new.attempt)
         for failure in round_.failures:
             self._leave(failure.request_id, failure.attempt, End(failure.reason, failure.error_kind, failure.message))
         for command in round_.withdrawn:
@@ -190,6 +199,7 @@ class Ledger:
         held = self.get(request_id, attempt)
         if held is not None and held.exit is None:
             held.exit = way
+            self.accounts.close_soon(request_id, attempt)
 
 
 def _to_item(held: Held, choice: HeldChoice) -> CommitItem:

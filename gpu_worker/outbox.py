@@ -12,7 +12,7 @@ import asyncio
 from gpu_worker.engine_thread import Drop
 from gpu_worker.incarnation import Incarnation
 from gpu_worker.ledger import Held, Release, Unlogged
-from shared.bus import CommitAnswer, CommitOutcome
+from shared.bus import CommitAnswer, CommitItem, CommitOutcome, WorkItem
 from shared.errors import BusError
 from shared.failpoints import failpoint
 from shared.logs import get_log
@@ -51,18 +51,30 @@ class Outbox:
         await self._admit_suspect()
 
     async def _commit(self) -> None:
-        """Log what the engine has drawn, all in one script."""
+        """Log what the engine has drawn and what it cost, all in one script."""
         mine = self._incarnation
         number, batch = mine.ledger.round_number, mine.ledger.unlogged()
+        work = mine.ledger.accounts.take_due()
         if batch:
             failpoint("worker.before_commit", ",".join(unlogged.held.request_id for unlogged in batch))
-            outcomes = await mine.bus.commit(mine.worker_id, [unlogged.item for unlogged in batch])
+        if batch or work:
+            outcomes = await self._write([unlogged.item for unlogged in batch], work)
             for unlogged, outcome in zip(batch, outcomes, strict=True):
                 self._settle(unlogged, outcome)
             if any(outcome.answer is CommitAnswer.GAP for outcome in outcomes):
                 mine.outbox_due.set()
                 return
         mine.thread.settle(number)
+
+    async def _write(self, items: list[CommitItem], work: list[WorkItem]) -> list[CommitOutcome]:
+        accounts = self._incarnation.ledger.accounts
+        try:
+            outcomes = await self._incarnation.bus.commit(self._incarnation.worker_id, items, work)
+        except BusError:
+            accounts.give_back(work)
+            raise
+        accounts.settle(work)
+        return outcomes
 
     def _settle(self, unlogged: Unlogged, outcome: CommitOutcome) -> None:
         mine, held = self._incarnation, unlogged.held

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gpu_worker.engine.batch_plan import BatchPlan, DrawnToken, ModelRunner, PlannedChunk
+from gpu_worker.engine.batch_plan import DrawnToken, ModelRunner
+from gpu_worker.engine.chunks import BatchPlan, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
 from shared.failpoints import failpoint, is_armed
 
@@ -17,6 +18,7 @@ class ProbedRunner:
         self.num_blocks = runner.num_blocks
         self.block_size = runner.block_size
         self.key_cost = runner.key_cost
+        self.window = runner.window
 
     def prepare(self, plan: BatchPlan) -> None:
         self._runner.prepare(plan)

@@ -117,6 +117,7 @@ class Reporter:
         if view.num_evictions != self._num_evictions:
             self._num_evictions, self._evictions_known_since = view.num_evictions, self._seq
         held = mine.ledger.describe(view)
+        prefixes_here, prefixes_gone = mine.prefixes.take()
         return WorkerReport(
             worker_id=mine.worker_id,
             seq=self._seq,
@@ -134,5 +135,20 @@ class Reporter:
             num_drafts=view.num_drafts,
             num_draft_tokens=view.num_draft_tokens,
             num_accepted_tokens=view.num_accepted_tokens,
+            num_prefix_queries=view.num_prefix_queries,
+            num_prefix_hits=view.num_prefix_hits,
+            num_live_tokens=view.num_live_tokens,
+            most_blocks_used=view.most_blocks_used,
+            most_running=view.most_running,
+            num_padded_rows=view.num_padded_rows,
+            block_size=view.block_size,
+            free_swap_blocks=view.free_swap_blocks,
+            num_swapped_out=view.num_swapped_out,
+            num_swapped_in=view.num_swapped_in,
+            num_swap_preemptions=view.num_swap_preemptions,
+            block_copy_s=view.block_copy_s,
+            token_s=view.token_s,
+            prefixes_here=prefixes_here,
+            prefixes_gone=prefixes_gone,
             is_draining=mine.is_draining,
         )

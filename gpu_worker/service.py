@@ -18,6 +18,7 @@ from typing import Protocol
 
 from gpu_worker.engine.batch_plan import ModelRunner
 from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.swap import HostMemory
 from gpu_worker.engine_thread import Withdraw
 from gpu_worker.inbox import Inbox
 from gpu_worker.incarnation import Incarnation
@@ -65,6 +66,11 @@ class LoadedModel(ModelRunner, Protocol):
         """Where it computes."""
         ...
 
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """For blocks of its cache."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -81,16 +87,28 @@ def new_place() -> Place:
     return Place(first_id=WorkerId(new_incarnation(f"{socket.gethostname()}-{os.getpid()}")))
 
 
-def make_engine(runner: ModelRunner, limits: EngineConfig, *, max_model_len: int, clock: Clock) -> Engine:
-    """An engine over `runner` as `limits` want it; `quire bench step` times the same. Raises `ConfigError`."""
+def make_engine(
+    runner: ModelRunner, limits: EngineConfig, *, max_model_len: int, clock: Clock, prefix_key: bytes,
+    host_memory: HostMemory | None = None,
+) -> Engine:  # fmt: skip
+    """An engine over `runner` as `limits` want it; `quire bench step` times the same, without `host_memory`. Raises
+    `ConfigError`."""
     return Engine(
         runner,
         max_model_len=max_model_len,
         max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_num_batched_tokens=limits.step_tokens(max_model_len),
+        is_chunking=limits.enable_chunked_prefill,
         max_step_s=limits.max_step_ms / 1000,
         clock=clock,
         speculation=limits.speculation(),
+        prefix_key=prefix_key,
+        has_prefix_cache=limits.has_prefix_cache,
+        reserved_tokens=limits.reserved_tokens(max_model_len),
+        is_static=limits.batching == "static",
+        host_memory=host_memory,
+        preemption_mode=limits.preemption_mode,
+        window=limits.kept_window(runner.window),
     )
 
 
@@ -126,8 +144,17 @@ class WorkerService:
 
     async def _live(self, worker_id: WorkerId, stop: asyncio.Event) -> bool:
         """One incarnation; False when it was declared dead and another should follow."""
-        limits, max_model_len = self._config.engine, self._model.max_model_len
-        engine = make_engine(ProbedRunner(self._model), limits, max_model_len=max_model_len, clock=MonotonicClock())
+        prefix_key = await self._ask_prefix_key(stop)
+        if prefix_key is None:
+            return True
+        engine = make_engine(
+            ProbedRunner(self._model),
+            self._config.engine,
+            max_model_len=self._model.max_model_len,
+            clock=MonotonicClock(),
+            prefix_key=prefix_key,
+            host_memory=self._model.host_memory,
+        )
         mine = Incarnation(worker_id, self._bus, engine, prepare_thread=self._place.prepare_thread)
         mine.thread.start()
         is_over = False
@@ -162,7 +189,19 @@ class WorkerService:
                 for task in tasks:
                     task.cancel()
         except ExceptionGroup as errors:
+            if (serving := asyncio.current_task()) is not None and serving.cancelling():
+                raise asyncio.CancelledError from errors  # a group that fails as it is cancelled tells only the failure
             raise errors.exceptions[0] from errors
+
+    async def _ask_prefix_key(self, stop: asyncio.Event) -> bytes | None:
+        """The cell's, as often as it takes; None when it is time to stop."""
+        while not stop.is_set():
+            try:
+                return await self._bus.prefix_key()
+            except BusError as error:
+                _log.recurring("prefixes.failed", error=error)
+                await asyncio.sleep(RETRY_S)
+        return None
 
     async def _enter(self, mine: Incarnation, stop: asyncio.Event) -> None:
         """Hello, as often as it takes."""
@@ -220,7 +259,23 @@ class WorkerService:
             max_num_seqs=self._config.engine.max_num_seqs,
             pid=os.getpid(),
             host=socket.gethostname(),
+            has_prefix_cache=self._config.engine.has_prefix_cache,
+            reserved_tokens=self._config.engine.reserved_tokens(self._model.max_model_len),
+            num_swap_blocks=0 if self._model.host_memory is None else self._model.host_memory.num_blocks,
+            preemption_mode=self._config.engine.preemption_mode,
+            settings=_shown_settings(self._config),
+            window=self._config.engine.kept_window(self._model.window),
+            step_tokens=self._config.engine.step_tokens(self._model.max_model_len),
         )
+
+
+def _shown_settings(config: WorkerConfig) -> tuple[tuple[str, str], ...]:
+    """What else says how this worker runs."""
+    engine = config.engine
+    names = ("batching", "kv_layout", "kv_cache_dtype", "gpu_memory_utilization", "max_num_batched_tokens",
+             "enable_chunked_prefill", "max_step_ms")  # fmt: skip
+    shown = tuple((name, str(getattr(engine, name))) for name in names)
+    return (*shown, ("quantization", config.model.quantization), ("speculative", str(bool(engine.speculative_config))))
 
 
 async def _watch(mine: Incarnation) -> None:

@@ -38,27 +38,39 @@ class AttentionTile:
     num_stages: int
 
 
-def decode_tile(dtype: torch.dtype, head_size: int, group: int) -> AttentionTile:
-    """For chunks whose folded rows fit into one tile of the least size: bound by memory."""
+def decode_tile(dtype: torch.dtype, head_size: int, group: int, *, is_quantized: bool = False) -> AttentionTile:
+    """For chunks whose folded rows fit into one tile of the least size: bound by memory. Numbers that become floats
+    pass through registers, of which 64 keys, and 32 with 4 warps, take too many at head size 128.
+
+    Args:
+        is_quantized: keys and values are int8 or fp8 numbers.
+    """
     rows = power_of_2(group, MIN_DOT)
     if dtype == torch.float32 or head_size > 128:
         return AttentionTile(rows, keys=16, num_warps=8, num_stages=2)
+    if is_quantized and head_size > 64:
+        return AttentionTile(rows, keys=32, num_warps=8, num_stages=NUM_STAGES)
     return AttentionTile(rows, keys=64, num_warps=4, num_stages=NUM_STAGES)
 
 
-def prompt_tile(dtype: torch.dtype, head_size: int, group: int, capability: int) -> AttentionTile:
+def prompt_tile(
+    dtype: torch.dtype, head_size: int, group: int, capability: int, *, is_quantized: bool = False
+) -> AttentionTile:
     """For longer chunks: bound by arithmetic. sm_80 spills with 64 keys at head size 128, sm_90 (whose products read
-    both operands from shared memory) does not. float32 has no tensor cores to feed: small tiles.
+    both operands from shared memory) does not. Quantized keys and values take registers to become floats: 32 keys, and
+    on sm_80 half of the rows at head size 128. float32 has no tensor cores to feed: small tiles.
 
     Args:
         capability: the card's major compute capability.
+        is_quantized: keys and values are int8 or fp8 numbers.
     """
     if dtype == torch.float32:
         return AttentionTile(power_of_2(group, 32), keys=16, num_warps=8, num_stages=2)
     if head_size > 128:
         return AttentionTile(power_of_2(group, 64), keys=32, num_warps=8, num_stages=2)
-    keys = 64 if capability >= 9 or head_size <= 64 else 32
-    return AttentionTile(power_of_2(group, 128), keys=keys, num_warps=8, num_stages=NUM_STAGES)
+    keys = 64 if (capability >= 9 or head_size <= 64) and not is_quantized else 32
+    rows = 64 if is_quantized and capability < 9 and head_size > 64 else 128
+    return AttentionTile(power_of_2(group, rows), keys=keys, num_warps=8, num_stages=NUM_STAGES)
 
 
 def row_warps(width: int) -> int:

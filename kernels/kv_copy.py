@@ -1,4 +1,5 @@
-"""Copy whole KV blocks: within a cache (a fork gets its own copy) or between caches (swap).
+"""Copy whole KV blocks within a cache or between caches: on a card, from the cache to blocks that leave for host memory
+and from blocks that came back (`gpu_worker/model/host_memory.py`).
 
 Layouts: a cache of one layer is [num_blocks, ...], each block one contiguous run, as `KvLayout` makes them; what lies
 in a block does not matter here. A pair with target id −1 is padding and is not copied.

@@ -2,7 +2,9 @@
 
 For the query at position p of a sequence: softmax(scale · q · K[0..p]ᵀ) · V[0..p]. Keys and values are read from the
 cache, those of the chunk itself too (write them first), so that a token's result does not depend on how its prompt
-was cut. Queries are grouped over KV heads (GQA): query head h reads KV head h // (heads // kv_heads).
+was cut. Queries are grouped over KV heads (GQA): query head h reads KV head h // (heads // kv_heads). With a *window*
+it is K[p − window + 1 .. p]; of a chunk, blocks that lie wholly before its first row's window are not read, so that
+they may have got other owners.
 
 Layouts: query and result [rows, heads, head_size], the chunks one after another; caches are views [num_blocks,
 block_size, kv_heads, head_size] with any strides; a block table row lists a sequence's blocks in token order.
@@ -18,6 +20,9 @@ When which path runs:
   up to 512 rows over 1 to 64 products are all equal, for head sizes 16, 64, 128.
 * CPU, other dtypes: torch's fused attention. All decode rows of similar context go in one call, with the query heads
   of a KV head as its query rows: one query row a head is a trap (16 ms instead of 0.85 ms at 8 sequences of 1024).
+
+A cache of another dtype than the query's is converted to it as it is read; one of int8 or fp8 is dequantized, which is
+exact for float32 queries.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.kv_quantize import KvScales, dequantize_kv
 from kernels.launch import uses_triton
 
 KEY_TILE = 128  # part of the numbers: changing it changes last bits
@@ -83,6 +89,7 @@ class PagedBatch:
         self.block_size = block_size
         self.launch_plans: dict[Hashable, Any] = {}
         self._extent = extent
+        self._groups: dict[int | None, list[_Group]] = {}
 
     @property
     def num_sequences(self) -> int:
@@ -103,10 +110,11 @@ class PagedBatch:
             total_context=sum(contexts),
         )
 
-    @cached_property
-    def groups(self) -> list[_Group]:
-        """Sequences that are computed together."""
-        return _make_groups(self)
+    def groups(self, window: int | None) -> list[_Group]:
+        """Sequences that are computed together in layers with `window`."""
+        if window not in self._groups:
+            self._groups[window] = _make_groups(self, window)
+        return self._groups[window]
 
     def chunks(self) -> list[tuple[int, int, int]]:
         """(first row, rows, context) of each sequence."""
@@ -116,34 +124,48 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """`sequences` with `num_rows` query rows each and keys padded to `num_keys`.
+    """`sequences` with `num_rows` query rows each and `num_keys` keys, whole tiles from a tile's begin on.
 
     Attributes:
         rows: which query rows: a slice, or [sequences · num_rows] int64 where they are not consecutive.
-        first_position: of any query row; all rows see the keys up to there.
+        clear: range of the keys that all rows see.
         block_ids: [sequences · blocks] int64, padded with whatever block.
+        num_skipped: slots of the first block before the first key.
         is_visible: [sequences, num_rows, num_keys] bool, which keys a query row sees.
-        stale: int64 indices into the gathered [sequences · blocks · block_size] slots that hold no key.
+        stale: int64 indices into the gathered [sequences · blocks · block_size] slots that hold no key that is read.
     """
 
     num_sequences: int
     num_rows: int
     num_keys: int
     rows: slice | Tensor
-    first_position: int
+    clear: range
     block_ids: Tensor
+    num_skipped: int
     is_visible: Tensor
     stale: Tensor
 
 
-def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    *,
+    kv_scales: KvScales | None = None,
+    window: int | None = None,
+) -> Tensor:
     """Attention of each query row over its sequence's keys up to its own: [rows, heads, head_size], query's dtype.
 
     Args:
         query: [rows, heads, head_size].
-        key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size], any strides, query's dtype.
+        key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size], any strides; of any float dtype, or of
+            int8 or fp8.
         batch: the chunks; rows past its last chunk (padding) give zeros.
         scale: factor of the scores.
+        kv_scales: of caches of int8 or fp8; None for others.
+        window: keys that a row sees at most, its own the last of them; None: all up to its own.
 
     Raises:
         ValueError: heads is not a multiple of kv_heads, or sizes disagree.
@@ -154,34 +176,50 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch
     if uses_triton(query):
         from kernels.gpu.paged_attention import paged_attention_triton
 
-        return paged_attention_triton(query, key_cache, value_cache, batch, scale)
+        return paged_attention_triton(query, key_cache, value_cache, batch, scale, kv_scales=kv_scales, window=window)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     attend = _attend_in_tiles if query.dtype == torch.float32 else _attend_fused
-    for group in batch.groups:
+    for group in batch.groups(window):
         grouped = query[group.rows].view(group.num_sequences, group.num_rows, heads, -1)
-        keys = _gather(key_cache, group)
-        values = _gather(value_cache, group)
+        keys = _gather(key_cache, None if kv_scales is None else kv_scales.key, group, query.dtype)
+        values = _gather(value_cache, None if kv_scales is None else kv_scales.value, group, query.dtype)
         out[group.rows] = attend(grouped, keys, values, group, scale).flatten(0, 1)
     return out
 
 
 def paged_attention_reference(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, scale: float
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    *,
+    kv_scales: KvScales | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """The formula, one query row at a time, in float32."""
+    if kv_scales is not None:
+        key_cache, value_cache = dequantize_kv(key_cache, kv_scales.key), dequantize_kv(value_cache, kv_scales.value)
     out = torch.zeros_like(query)
     repeats = query.shape[1] // key_cache.shape[2]
     for sequence, (first, rows, context) in enumerate(batch.chunks()):
         blocks = batch.block_tables[sequence, : -(-context // batch.block_size)].long()
+        blocks[: first_key(context - rows, window) // batch.block_size] = 0
         keys, values = (
             cache[blocks].flatten(0, 1)[:context].float().repeat_interleave(repeats, dim=1)
             for cache in (key_cache, value_cache)
         )
         for row in range(rows):
-            seen = context - rows + row + 1
-            scores = torch.einsum("hd,khd->hk", query[first + row].float(), keys[:seen]) * scale
-            out[first + row] = torch.einsum("hk,khd->hd", scores.softmax(-1), values[:seen]).to(out.dtype)
+            position = context - rows + row
+            seen = slice(first_key(position, window), position + 1)
+            scores = torch.einsum("hd,khd->hk", query[first + row].float(), keys[seen]) * scale
+            out[first + row] = torch.einsum("hk,khd->hd", scores.softmax(-1), values[seen]).to(out.dtype)
     return out
+
+
+def first_key(position: int, window: int | None) -> int:
+    """Position of the first key that the query at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)
 
 
 def _attend_in_tiles(query: Tensor, keys: Tensor, values: Tensor, group: _Group, scale: float) -> Tensor:
@@ -196,11 +234,12 @@ def _attend_in_tiles(query: Tensor, keys: Tensor, values: Tensor, group: _Group,
     wanted = folded.shape[1]
     folded = F.pad(folded, (0, 0, 0, -wanted % _ROW_MULTIPLE)) * scale
     key_tiles, value_tiles = _to_tiles(keys), _to_tiles(values)
-    best = folded.new_full((folded.shape[0], folded.shape[1], 1), -torch.inf)
+    # Not −inf: a row that sees nothing of its first tiles keeps its zeros, where −inf less −inf were NaN.
+    best = folded.new_full((folded.shape[0], folded.shape[1], 1), torch.finfo(folded.dtype).min)
     total, mixed = torch.zeros_like(best), torch.zeros_like(folded)
     for tile in range(key_tiles.shape[0]):
         scores = torch.bmm(folded, key_tiles[tile].transpose(1, 2))
-        if group.first_position < (tile + 1) * KEY_TILE - 1:
+        if tile * KEY_TILE < group.clear.start or (tile + 1) * KEY_TILE > group.clear.stop:
             is_hidden = ~group.is_visible[:, :, tile * KEY_TILE : (tile + 1) * KEY_TILE]
             view = scores[:, :wanted].view(num_sequences, kv_heads, num_rows, -1, KEY_TILE)
             view.masked_fill_(is_hidden[:, None, :, None], -torch.inf)
@@ -250,43 +289,61 @@ def _to_tiles(keys: Tensor) -> Tensor:
     return split.reshape(-1, num_sequences * kv_heads, KEY_TILE, size)
 
 
-def _gather(cache: Tensor, group: _Group) -> Tensor:
-    """[S, num_keys, kv_heads, D] from the cache, zeros where there is no key (stale slots may hold NaN)."""
-    blocks = cache.index_select(0, group.block_ids)
+def _gather(cache: Tensor, scales: Tensor | None, group: _Group, dtype: torch.dtype) -> Tensor:
+    """[S, num_keys, kv_heads, D] of `dtype` from the cache, zeros where there is no key (stale slots may hold NaN)."""
+    if scales is None:
+        blocks = cache.index_select(0, group.block_ids).to(dtype)
+    else:
+        numbers = cache.view(torch.int8).index_select(0, group.block_ids).view(cache.dtype)
+        blocks = dequantize_kv(numbers, scales.index_select(0, group.block_ids)).to(dtype)
     slots = blocks.flatten(0, 1)
     slots.index_fill_(0, group.stale, 0)
-    return slots.view(group.num_sequences, -1, *cache.shape[2:])[:, : group.num_keys]
+    first = group.num_skipped
+    return slots.view(group.num_sequences, -1, *cache.shape[2:])[:, first : first + group.num_keys]
 
 
-def _make_groups(batch: PagedBatch) -> list[_Group]:
+def _make_groups(batch: PagedBatch, window: int | None) -> list[_Group]:
     """Decode rows of equal padded context together; every longer chunk by itself."""
-    members: dict[tuple[int, int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    members: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for sequence, (first, rows, context) in enumerate(batch.chunks()):
         if rows:
-            num_keys = -(-context // KEY_TILE) * KEY_TILE
-            members[rows, num_keys, sequence if rows > 1 else -1].append((sequence, first, context))
-    return [_make_group(batch, rows, num_keys, found) for (rows, num_keys, _), found in members.items()]
+            begin = first_key(context - rows, window) // KEY_TILE * KEY_TILE
+            end = -(-context // KEY_TILE) * KEY_TILE
+            members[rows, begin, end, sequence if rows > 1 else -1].append((sequence, first, context))
+    return [_make_group(batch, window, key[0], range(*key[1:3]), found) for key, found in members.items()]
 
 
-def _make_group(batch: PagedBatch, rows: int, num_keys: int, members: list[tuple[int, int, int]]) -> _Group:
-    device, num_blocks = batch.block_tables.device, -(-num_keys // batch.block_size)
+def _make_group(
+    batch: PagedBatch, window: int | None, rows: int, keys: range, members: list[tuple[int, int, int]]
+) -> _Group:
+    """The group of `members` (sequence, first row, context), whose keys lie in `keys`."""
+    device, size = batch.block_tables.device, batch.block_size
+    blocks = range(keys.start // size, -(-keys.stop // size))
     sequences = torch.tensor([sequence for sequence, _, _ in members], device=device)
     contexts = torch.tensor([context for _, _, context in members], device=device)
-    positions = contexts[:, None] - rows + torch.arange(rows, device=device)
-    tables = batch.block_tables.new_zeros((len(members), num_blocks)).long()
-    known = min(num_blocks, batch.block_tables.shape[1])
-    tables[:, :known] = batch.block_tables[sequences, :known]
-    slots = torch.arange(num_blocks * batch.block_size, device=device)
-    is_owned = torch.arange(num_blocks, device=device) * batch.block_size < contexts[:, None]
+    firsts = torch.tensor([first_key(context - rows, window) for _, _, context in members], device=device)
+    positions = (contexts[:, None] - rows + torch.arange(rows, device=device))[:, :, None]
+    tables = batch.block_tables.new_zeros((len(members), len(blocks))).long()
+    known = min(blocks.stop, batch.block_tables.shape[1]) - blocks.start
+    tables[:, :known] = batch.block_tables[sequences, blocks.start : blocks.start + known]
+    starts = torch.arange(blocks.start, blocks.stop, device=device) * size
+    is_owned = (starts < contexts[:, None]) & (starts + size > firsts[:, None])
+    slots = torch.arange(blocks.start * size, blocks.stop * size, device=device)
+    seen = torch.arange(keys.start, keys.stop, device=device)
+    is_visible = seen <= positions
+    if window is not None:
+        is_visible &= seen > positions - window
+    lengths = [context for _, _, context in members]
     return _Group(
         num_sequences=len(members),
         num_rows=rows,
-        num_keys=num_keys,
+        num_keys=len(keys),
         rows=_query_rows([first for _, first, _ in members], rows, device),
-        first_position=min(context for _, _, context in members) - rows,
+        clear=range(first_key(max(lengths) - 1, window) - keys.start, min(lengths) - rows + 1 - keys.start),
         block_ids=tables.where(is_owned, 0).flatten(),
-        is_visible=torch.arange(num_keys, device=device) <= positions[:, :, None],
-        stale=(slots >= contexts[:, None]).flatten().nonzero().flatten(),
+        num_skipped=keys.start - blocks.start * size,
+        is_visible=is_visible,
+        stale=((slots >= contexts[:, None]) | (slots < firsts[:, None])).flatten().nonzero().flatten(),
     )
 
 

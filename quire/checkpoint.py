@@ -9,6 +9,7 @@ from pathlib import Path
 from shared import config as settings
 from shared.config import ServeConfig
 from shared.errors import ConfigError, shorten
+from shared.paths import cache_folder, expand
 
 _NEEDED = ("config.json", "tokenizer.json")
 
@@ -27,7 +28,7 @@ def resolve(model: str, cache_dir: Path, say: Callable[[str], None]) -> Path:
         from quire.smollm2 import ensure_smollm2
 
         return ensure_smollm2(cache_dir, report=say).resolve()
-    folder = Path(model).expanduser()
+    folder = expand("--model", model)
     if folder.is_dir():
         _check(folder)
         return folder.resolve()
@@ -41,11 +42,6 @@ def resolve(model: str, cache_dir: Path, say: Callable[[str], None]) -> Path:
             "download the checkpoint and give its folder"
         )
     raise ConfigError(f"--model={shorten(model)}: there is no such folder")
-
-
-def cache_dir(chosen: str) -> Path:
-    """Where converted models are kept: `--cache-dir`, or the default."""
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "quire"
 
 
 def _check(folder: Path) -> None:
@@ -65,7 +61,7 @@ def main(argv: list[str]) -> int:
     """`python -m quire.checkpoint [MODEL] [options of serve]`: prepare a model to be served. Raises `ConfigError`."""
     config = settings.load(ServeConfig, argv, program="python -m quire.checkpoint", description="Prepare a model.")
     folder = resolve(
-        config.model.model, cache_dir(config.engine.cache_dir), lambda line: print(f"quire: {line}", flush=True)
+        config.model.model, cache_folder(config.engine.cache_dir), lambda line: print(f"quire: {line}", flush=True)
     )
     print(f"quire: the model is in {folder}")
     return 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from quire import __version__
 from shared.config import refuse_long_paths
 from shared.errors import ConfigError, QuireError, shorten
+from shared.paths import expand
 
 Command = Callable[[list[str]], int]
 
@@ -45,6 +45,20 @@ def serve(arguments: list[str]) -> int:
     from quire import launcher
 
     return launcher.main(arguments)
+
+
+def simulate(arguments: list[str]) -> int:
+    """Run the scheduler's policy on made-up traffic and simulated workers, and show what comes of it."""
+    from quire.simulate import command
+
+    return command.main(arguments)
+
+
+def advise(arguments: list[str]) -> int:
+    """Say what to set on a server that runs, by its own metrics, and what it should gain."""
+    from quire.advise import command
+
+    return command.main(arguments)
 
 
 def bench(arguments: list[str]) -> int:
@@ -86,6 +100,20 @@ def bench_growth(arguments: list[str]) -> int:
     return growth.main(arguments)
 
 
+def bench_quality(arguments: list[str]) -> int:
+    """Perplexity and agreement with each KV dtype, or any flags, beside the plain worker."""
+    from quire.bench import quality
+
+    return quality.main(arguments)
+
+
+def bench_ablation(arguments: list[str]) -> int:
+    """Show what each mechanism is worth here, by turning it off."""
+    from quire.bench import ablation
+
+    return ablation.main(arguments)
+
+
 def bench_gpu(arguments: list[str]) -> int:
     """Time each kernel against what the card can do, and decode."""
     from quire.bench import gpu
@@ -102,23 +130,30 @@ def bench_gateway(arguments: list[str]) -> int:
 
 def bench_model(arguments: list[str]) -> int:
     """Make a model with random weights: q05b|tiny FOLDER."""
-    from quire.bench.random_model import SHAPES, write_random_model
+    from quire.bench.model_shapes import SHAPES
+    from quire.bench.random_model import write_random_model
 
+    usage = f"usage: quire bench model SHAPE FOLDER; shapes: {', '.join(SHAPES)}"
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(usage)
+        return 0
     if len(arguments) != 2 or arguments[0] not in SHAPES:
-        raise ConfigError(f"usage: quire bench model SHAPE FOLDER; shapes: {', '.join(SHAPES)}")
-    shape, folder = arguments[0], Path(arguments[1]).expanduser()
+        raise ConfigError(usage)
+    shape, folder = arguments[0], expand("FOLDER", arguments[1])
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ConfigError(f"{shorten(folder)} is there already; give a new folder")
     print(f"{shape}: {write_random_model(shape, folder, report=print)}")
     return 0
 
 
-COMMANDS: dict[str, Command] = {"serve": serve, "bench": bench}
+COMMANDS: dict[str, Command] = {"serve": serve, "advise": advise, "bench": bench, "simulate": simulate}
 BENCH_COMMANDS: dict[str, Command] = {
     "table": bench_table,
     "serve": bench_serve,
     "step": bench_step,
     "growth": bench_growth,
+    "quality": bench_quality,
+    "ablation": bench_ablation,
     "gateway": bench_gateway,
     "gpu": bench_gpu,
     "model": bench_model,
@@ -138,5 +173,5 @@ def _pick(commands: dict[str, Command], name: str, what: str) -> Command:
 
 def _usage() -> str:
     lines = ["usage: quire COMMAND [options]", "", "commands:"]
-    lines += [f"  {name:8}{command.__doc__}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:10}{command.__doc__}" for name, command in COMMANDS.items()]
     return "\n".join([*lines, "", "`quire COMMAND --help` shows a command's options; `quire --version` the version."])

@@ -25,19 +25,20 @@ from pathlib import Path
 from quire import __version__, checkpoint, services
 from quire.embedded_redis import EmbeddedRedis
 from quire.private_folder import private_folder
-from quire.supervisor import ChildSpec, Signals, StartFailed, Supervisor
+from quire.supervisor import STOP_MARGIN_S, ChildSpec, Signals, StartFailed, Supervisor
+from quire.worker_scaling import WorkerScaling
 from shared import config as settings
 from shared.config import ServeConfig
 from shared.errors import BusError, ConfigError, shorten
+from shared.paths import cache_folder, expand
 from shared.process import die_with_parent
 from shared.redis_bus import open_bus
+from shared.worker_wish import WorkerLimits
 
 READY_CHECK_S = 0.2
 REDIS_CHECK_S = 0.01
 READY_TIMEOUT_S = 1.0
 STILL_WAITING_S = 15.0
-STOP_MARGIN_S = 5.0
-"""Over `drain_s`, before a child that was told to stop is killed."""
 NO_DRAIN_S = 2.0
 """Instead of both for workers whose requests nobody can come for: the gateways are gone, and so will their Redis be."""
 
@@ -56,8 +57,11 @@ def main(argv: list[str]) -> int:
 def serve(config: ServeConfig) -> int:
     """Serve until a stop signal: 0 then, also during the start; 1 or 2 when a service cannot start."""
     say(f"version {__version__}")
+    limits = scaling_limits(config)
+    config = config if limits is None else replace(config, workers=limits.low)
     ports = choose_ports(config.http.host, config.http.port, config.gateways)
-    folder = checkpoint.resolve(config.model.model, checkpoint.cache_dir(config.engine.cache_dir), say)
+    refuse_shared_ports(config, ports)
+    folder = checkpoint.resolve(config.model.model, cache_folder(config.engine.cache_dir), say)
     names = config.model.served_model_name or (folder.name,)
     model = replace(config.model, model=str(folder), served_model_name=names)
     with Signals() as signals, contextlib.ExitStack() as cleanup:
@@ -67,6 +71,20 @@ def serve(config: ServeConfig) -> int:
         except StartFailed as error:
             print(f"quire: error: {error}", file=sys.stderr)
             return error.exit_code
+
+
+def scaling_limits(config: ServeConfig) -> WorkerLimits | None:
+    """How few and how many workers there may be; None: as many as are started. Raises `ConfigError`."""
+    limits = config.scaling.limits()
+    if limits is None:
+        return None
+    if config.workers != ServeConfig().workers:
+        raise ConfigError(f"--workers={config.workers} together with --autoscale={config.scaling.autoscale}: how many "
+                          "there are follows from the work then; leave --workers out")  # fmt: skip
+    if limits.high > settings.MAX_WORKERS_HERE:
+        raise ConfigError(f"--autoscale={config.scaling.autoscale}: at most {settings.MAX_WORKERS_HERE} workers run on "
+                          "one machine")  # fmt: skip
+    return limits
 
 
 def say(line: str) -> None:
@@ -98,6 +116,15 @@ def choose_ports(host: str, first: int, count: int) -> list[int]:
     return ports
 
 
+def refuse_shared_ports(config: ServeConfig, ports: Sequence[int]) -> None:
+    """Raise `ConfigError` when scheduler and workers would serve their metrics on the gateways' ports."""
+    first = config.process.metrics_port
+    metrics = range(first, first + 1 + services.most_workers(config)) if first else range(0)
+    if shared := sorted(set(ports) & set(metrics)):
+        raise ConfigError(f"--metrics-port={first}: scheduler and workers would take {first} to {metrics[-1]}, and a "
+                          f"gateway listens on {shared[0]}; choose another")  # fmt: skip
+
+
 def _why_not_listening(error: OSError | UnicodeError) -> str:
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return "in use by another program; choose another port (0: any free one)"
@@ -122,6 +149,7 @@ class _Cell:
         self._cleanup = cleanup
         self._supervisor = Supervisor(signals, say, self._write_state)
         self._redis_url = config.process.redis_url
+        self._scaling: WorkerScaling | None = None
         self._is_ready = False
 
     def run(self) -> int:
@@ -131,8 +159,11 @@ class _Cell:
                 self._is_ready = self._supervisor.is_settled = True
                 self._write_state()
                 self._announce()
+                self._scaling = self._make_scaling()
             while not self._signals.num_stops:
-                self._supervisor.wait()
+                self._supervisor.wait(None if self._scaling is None else self._scaling.wait_s())
+                if self._scaling is not None and not self._signals.num_stops:
+                    self._scaling.look()
             say("stopping; Ctrl-C again stops at once")
         finally:
             self._stop()
@@ -152,9 +183,16 @@ class _Cell:
             self._supervisor.start(services.worker_spec(config, self._redis_url, index))
         for index, port in enumerate(self._ports):
             self._supervisor.start(services.gateway_spec(config, self._redis_url, index, port))
-        threads = config.engine.num_threads or services.threads_per_worker(config.workers)
+        threads = config.engine.num_threads or services.threads_per_worker(services.most_workers(config))
         say(f"started {config.gateways} gateway(s), 1 scheduler, {config.workers} worker(s) of {threads} thread(s); "
             "loading the model (seconds for a small one)")  # fmt: skip
+
+    def _make_scaling(self) -> WorkerScaling | None:
+        limits = self._config.scaling.limits()
+        if limits is None:
+            return None
+        say(f"{limits.low} to {limits.high} workers, as the work needs them")
+        return WorkerScaling(self._config, limits, self._redis_url, self._supervisor, say)
 
     def _wait_for_redis(self) -> None:
         """Until the Redis that was named answers, or a stop. Without this every service would tell that it waits."""
@@ -171,7 +209,7 @@ class _Cell:
     def _start_redis(self) -> str:
         """The address of a private Redis, which is supervised as every other child is."""
         if self._config.data_dir:
-            folder = Path(self._config.data_dir).expanduser().absolute()
+            folder = expand("--data-dir", self._config.data_dir).absolute()
         else:
             folder = self._cleanup.enter_context(private_folder(say))
         try:
@@ -206,7 +244,7 @@ class _Cell:
         return not waiting
 
     def _stop(self) -> None:
-        self._supervisor.stop(stop_order(list(self._supervisor.pids()), self._config))
+        self._supervisor.stop(stop_order(self._supervisor.names(), self._config))
 
     def _url(self, port: int) -> str:
         return reachable_url(self._config.http.host, port)

@@ -27,6 +27,7 @@ def scheduler_spec(config: ServeConfig, redis_url: str) -> ChildSpec:
     service = SchedulerConfig(
         process=_process(config, redis_url, 0),
         scheduling=config.scheduling,
+        scaling=config.scaling,
         orphan_ttl_s=config.http.orphan_ttl_s,
     )
     return _spec("scheduler", "scheduler_svc", service, num_threads=1)
@@ -34,20 +35,31 @@ def scheduler_spec(config: ServeConfig, redis_url: str) -> ChildSpec:
 
 def worker_spec(config: ServeConfig, redis_url: str, index: int) -> ChildSpec:
     """Worker `index`, with its share of the cores."""
-    num_threads = config.engine.num_threads or threads_per_worker(config.workers)
+    num_threads = config.engine.num_threads or threads_per_worker(most_workers(config))
     service = WorkerConfig(
         process=_process(config, redis_url, 1 + index),
         model=config.model,
         engine=replace(config.engine, num_threads=num_threads),
     )
-    return _spec(f"worker-{index}", "gpu_worker", service, num_threads=num_threads)
+    return _spec(worker_name(index), "gpu_worker", service, num_threads=num_threads)
 
 
 def gateway_spec(config: ServeConfig, redis_url: str, index: int, port: int) -> ChildSpec:
     """Gateway `index` on `port`."""
     process = replace(_process(config, redis_url, 0), metrics_port=None)
-    service = GatewayConfig(process=process, model=config.model, http=replace(config.http, port=port))
+    service = GatewayConfig(process=process, model=config.model, http=replace(config.http, port=port), door=config.door)
     return _spec(f"gateway-{index}", "gateway", service, num_threads=1)
+
+
+def most_workers(config: ServeConfig) -> int:
+    """How many workers may run at the same time."""
+    limits = config.scaling.limits()
+    return config.workers if limits is None else limits.high
+
+
+def worker_name(index: int) -> str:
+    """What worker `index` is called among the launcher's children."""
+    return f"worker-{index}"
 
 
 def threads_per_worker(num_workers: int) -> int:

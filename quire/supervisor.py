@@ -10,6 +10,8 @@ and no handler does work. Each child
   children in order; what a dead child leaves of its group is killed;
 * is started again when it dies, at once at first and then later and later, for ever once the cell has been ready.
   Before that, exit code 2 (a wrong setting) or the third death is a `StartFailed`.
+
+A child that is *retired* is told to stop while all others go on. `wait` notes its end; nobody waits for it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ CONFIG_EXIT_CODE = 2
 MAX_DEATHS_AT_START = 3
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 5.0
+STOP_MARGIN_S = 5.0
+"""Over its own time to drain, before a child that was told to stop is killed."""
 HEALTHY_AFTER_S = 10.0
 """A child that lived this long starts its back-off anew."""
 
@@ -103,6 +107,7 @@ class _Child:
     num_deaths: int = 0
     backoff_s: float = BACKOFF_FIRST_S
     restart_at: float | None = None
+    leaves_by: float | None = None
 
 
 class Supervisor:
@@ -128,6 +133,20 @@ class Supervisor:
         self._children[spec.name] = child
         self._launch(child)
 
+    def retire(self, name: str, grace_s: float) -> None:
+        """Tell a child to stop, for good: SIGTERM, `grace_s` to end, then SIGKILL. Returns at once."""
+        child = self._children[name]
+        child.restart_at, child.leaves_by = None, time.monotonic() + grace_s
+        _send(child, signal.SIGTERM)
+
+    def staying(self) -> list[str]:
+        """Names of all children that are not retired, running or not."""
+        return [name for name, child in self._children.items() if child.leaves_by is None]
+
+    def names(self) -> list[str]:
+        """Names of all children, also of those that are retired and have not ended yet."""
+        return list(self._children)
+
     def pids(self) -> dict[str, int]:
         """Process id of each child that runs now, by name."""
         return {name: child.process.pid for name, child in self._children.items() if child.process is not None}
@@ -138,10 +157,14 @@ class Supervisor:
         Raises:
             StartFailed: a child cannot start, see the design note.
         """
-        due = [child.restart_at for child in self._children.values() if child.restart_at is not None]
+        times = [at for child in self._children.values() for at in (child.restart_at, child.leaves_by)]
+        due = [at for at in times if at is not None]
         waits = [max(0.0, at - time.monotonic()) for at in due] + ([] if timeout_s is None else [timeout_s])
         self._signals.wait(min(waits, default=None))
-        for child in self._children.values():
+        for child in list(self._children.values()):
+            if child.leaves_by is not None:
+                self._note_leaving(child, child.leaves_by)
+                continue
             self._note_death(child)
             if child.restart_at is not None and time.monotonic() >= child.restart_at:
                 self._launch(child)
@@ -182,6 +205,17 @@ class Supervisor:
             self._plan_restart(child, f"could not be run: {error}")
         else:
             self._on_change()
+
+    def _note_leaving(self, child: _Child, leaves_by: float) -> None:
+        name = child.spec.name
+        if _is_running(child) and time.monotonic() < leaves_by:
+            return
+        if child.process is not None:
+            how = "not stopped, killing" if _is_running(child) else describe_exit(child.process.returncode)
+            self._say(f"{name} (pid {child.process.pid}) was told to leave: {how}")
+        _kill([child])
+        del self._children[name]
+        self._on_change()
 
     def _note_death(self, child: _Child) -> None:
         if child.process is None or child.process.poll() is None:

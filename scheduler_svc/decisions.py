@@ -32,9 +32,11 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """These requests have ended (finished, cancelled, expired)."""
+    """These requests have ended (finished, cancelled, expired), each with so many tokens of output; none given: not
+    known."""
 
     request_ids: tuple[RequestId, ...]
+    completion_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,21 +121,24 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatch:
-    """Run a queued request on a worker."""
+    """Run a queued request on a worker, which orders what it holds by (priority, rank)."""
 
     request_id: RequestId
     worker_id: WorkerId
     rank: int
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preempt:
-    """Take a running request off its worker: blocks will run out. Based on the worker's report `report_seq`."""
+    """Take a running request out of its worker's batch: blocks will run out, or somebody of a better class comes. Based
+    on the worker's report `report_seq`. With `keeps` it stays with the worker and waits there; else it is queued."""
 
     request_id: RequestId
     worker_id: WorkerId
     attempt: int
     report_seq: int
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,4 +189,12 @@ class RemoveGateway:
     gateway_id: GatewayId
 
 
-Decision = Dispatch | Preempt | Requeue | RequeueOne | Reject | Abort | Recheck | RemoveGateway
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantWorkers:
+    """There should be `num_workers`; where there are more, those `leaving` should go, who hold least."""
+
+    num_workers: int
+    leaving: tuple[WorkerId, ...] = ()
+
+
+Decision = Dispatch | Preempt | Requeue | RequeueOne | Reject | Abort | Recheck | RemoveGateway | WantWorkers

@@ -14,6 +14,11 @@ class SchedulerMetrics:
         self.queue_length = self._gauge("queue_length", "requests that wait for a place")
         self.requests_running = self._gauge("requests_running", "requests that are assigned to a worker")
         self.workers = self._gauge("workers", "workers that hold their lease")
+        self.wanted_workers = Gauge(
+            "quire:wanted_workers",
+            "workers that there should be, in quire:scheduler_workers those there are; 0: --autoscale is off",
+            registry=self.registry,
+        )
         self.dispatches = self._counter("dispatches", "requests sent to a worker")
         self.preemptions = self._counter("preemptions", "requests told to give way")
         self.workers_lost = self._counter("workers_lost", "workers that lost their lease or stalled")
@@ -29,5 +34,6 @@ class SchedulerMetrics:
 
     def clear_gauges(self) -> None:
         """A standby knows nothing of the cell."""
-        for gauge in (self.is_leader, self.queue_length, self.requests_running, self.workers):
+        gauges = (self.is_leader, self.queue_length, self.requests_running, self.workers, self.wanted_workers)
+        for gauge in gauges:
             gauge.set(0)

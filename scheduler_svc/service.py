@@ -17,17 +17,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from scheduler_svc import decisions as d
+from scheduler_svc.decision_log import DecisionLog
 from scheduler_svc.metrics import SchedulerMetrics
+from scheduler_svc.policy.autoscale import AutoscaleConfig
 from scheduler_svc.policy.scheduler import Policy, PolicyConfig
 from scheduler_svc.policy.state import entry_key
 from shared.bus import Bus, DispatchAnswer, LeaderPulse, ReportMessage
 from shared.clock import Clock
-from shared.config import SchedulerConfig
+from shared.config import ScalingConfig, SchedulerConfig
 from shared.errors import BusError, LeaderLost
 from shared.failpoints import failpoint
 from shared.ids import EntryId, RequestId, new_leader_token
 from shared.logs import get_log
 from shared.messages import PreemptRequest, RequestEnded, SubmitRequest
+from shared.worker_wish import WorkerWish
 
 CONSUMER = "leader"
 SCAN_S = 1.0
@@ -65,6 +68,8 @@ class SchedulerService:
         self._clock = clock
         self._metrics = metrics
         self._token = new_leader_token()
+        path, max_mb = config.scheduling.decision_log_path(), config.scheduling.decision_log_max_mb
+        self._decision_log = None if path is None else DecisionLog(path, max_mb * 1024 * 1024)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then give the lead up."""
@@ -76,6 +81,8 @@ class SchedulerService:
             with suppress(asyncio.CancelledError):
                 await serving
             self._metrics.clear_gauges()
+            if self._decision_log is not None:
+                self._decision_log.close()
         with suppress(BusError, LeaderLost, TimeoutError):
             async with asyncio.timeout(1.0):
                 await self._bus.yield_lead(self._token)
@@ -88,6 +95,7 @@ class SchedulerService:
             try:
                 await self._stand_by()
                 term = _Term(self._bus, self._token, self._config, self._clock, self._metrics)
+                term.log_to(self._decision_log)
                 await term.lead()
             except* LeaderLost:
                 log.warning("leader.lost")
@@ -125,7 +133,8 @@ class _Term:
         self._token = token
         self._clock = clock
         self._metrics = metrics
-        self._policy = Policy(_policy_config(config))
+        self._policy_config = policy_config(config)
+        self._policy = Policy(self._policy_config)
         self._lease_s = config.process.leader_lease_s
         self._watch_s = min(0.5, config.process.worker_lease_s / 6)
         self._inbox: asyncio.Queue[_WakeUps | _Reports] = asyncio.Queue(maxsize=16)
@@ -133,7 +142,14 @@ class _Term:
         self._next_scan = 0.0
         self._to_scan: list[RequestId] = []
         self._to_ack: list[EntryId] = []
+        self._decision_log: DecisionLog | None = None
         self.is_rebuilt = False
+
+    def log_to(self, decision_log: DecisionLog | None) -> None:
+        """Write down what the policy hears and decides, from its first event on."""
+        if decision_log is not None:
+            decision_log.begin(self._policy_config)
+        self._decision_log = decision_log
 
     async def lead(self) -> None:
         """Lead until an error; raises an exception group."""
@@ -145,7 +161,7 @@ class _Term:
 
     async def _keep_lead(self) -> None:
         while True:
-            await self._bus.raise_lead(self._token)
+            await self._bus.raise_lead(self._token, int(self._clock.now() * 1000))
             await asyncio.sleep(self._lease_s / 5)
 
     async def _read_submits(self) -> None:
@@ -209,7 +225,8 @@ class _Term:
 
     async def _handle_report(self, message: ReportMessage) -> None:
         if isinstance(message, RequestEnded):
-            await self._feed(d.Ended(request_ids=(message.request_id,)))
+            tokens = (message.completion_tokens,)
+            await self._feed(d.Ended(request_ids=(message.request_id,), completion_tokens=tokens))
             return
         if not self._policy.knows_worker(message.worker_id):
             await self._watch()
@@ -268,11 +285,18 @@ class _Term:
 
     async def _feed(self, event: d.Event) -> None:
         """Tell the policy; carry out what it decides, and what follows from the outcomes."""
-        todo = deque(self._policy.on_event(event, self._clock.now()))
+        todo = deque(self._ask(event))
         while todo:
             outcome = await self._carry_out(todo.popleft())
             if outcome is not None:
-                todo.extend(self._policy.on_event(outcome, self._clock.now()))
+                todo.extend(self._ask(outcome))
+
+    def _ask(self, event: d.Event) -> list[d.Decision]:
+        now = self._clock.now()
+        decisions = self._policy.on_event(event, now)
+        if self._decision_log is not None:
+            self._decision_log.note(now, event, decisions)
+        return decisions
 
     async def _carry_out(self, decision: d.Decision) -> d.Event | None:
         match decision:
@@ -297,6 +321,10 @@ class _Term:
                 await self._bus.end(request_id, reason, _ERROR_KINDS.get(reason, ""), message, token=self._token)
             case d.Recheck(request_ids=request_ids):
                 return await self._observe(request_ids)
+            case d.WantWorkers(num_workers=num_workers, leaving=leaving):
+                log.info("workers.wanted", wanted=num_workers, known=self._policy.num_workers, leaving=leaving)
+                self._metrics.wanted_workers.set(num_workers)
+                await self._bus.want_workers(self._token, WorkerWish(num_workers=num_workers, leaving=leaving))
             case d.RemoveGateway(gateway_id=gateway_id):
                 orphans = await self._bus.remove_gateway(self._token, gateway_id)
                 log.warning("gateway.lost", gateway=gateway_id, orphans=len(orphans))
@@ -305,7 +333,7 @@ class _Term:
 
     async def _dispatch(self, decision: d.Dispatch) -> d.Event:
         request_id, worker_id = decision.request_id, decision.worker_id
-        outcome = await self._bus.dispatch(self._token, request_id, worker_id, decision.rank)
+        outcome = await self._bus.dispatch(self._token, request_id, worker_id, decision.rank, decision.priority)
         failpoint("scheduler.after_dispatch", request_id)
         log.info("request.dispatched", request_id=request_id, worker=worker_id, attempt=outcome.attempt,
                  answer=outcome.answer)  # fmt: skip
@@ -323,10 +351,13 @@ class _Term:
 
     async def _preempt(self, decision: d.Preempt) -> d.Event:
         log.info("request.preempted", request_id=decision.request_id, worker=decision.worker_id,
-                 attempt=decision.attempt, report_seq=decision.report_seq)  # fmt: skip
+                 attempt=decision.attempt, report_seq=decision.report_seq, keeps=decision.keeps)  # fmt: skip
         self._metrics.preemptions.inc()
         message = PreemptRequest(
-            request_id=decision.request_id, attempt=decision.attempt, report_seq=decision.report_seq
+            request_id=decision.request_id,
+            attempt=decision.attempt,
+            report_seq=decision.report_seq,
+            keeps=decision.keeps,
         )
         entry_id = await self._bus.preempt(self._token, decision.worker_id, message)
         return d.PreemptSent(request_id=decision.request_id, entry_id=entry_id)
@@ -343,7 +374,8 @@ class _Term:
         self._metrics.workers.set(self._policy.num_workers)
 
 
-def _policy_config(config: SchedulerConfig) -> PolicyConfig:
+def policy_config(config: SchedulerConfig) -> PolicyConfig:
+    """The policy's part of the settings."""
     return PolicyConfig(
         worker_lease_s=config.process.worker_lease_s,
         worker_stall_s=config.scheduling.worker_stall_s,
@@ -351,6 +383,27 @@ def _policy_config(config: SchedulerConfig) -> PolicyConfig:
         max_crashes=config.scheduling.max_crashes,
         max_preemptions=config.scheduling.max_preemptions,
         admission_headroom=config.scheduling.admission_headroom,
+        aging_s=config.scheduling.priority_aging_s,
+        passing_s=config.scheduling.max_passing_s,
+        delay_factor=config.scheduling.scheduler_delay_factor,
+        ttft_s=config.scheduling.ttft_target_ms / 1000,
+        tpot_s=config.scheduling.tpot_target_ms / 1000,
+        tenant_weights=config.scheduling.weights(),
+        autoscale=autoscale_config(config.scaling, config.scheduling.ttft_target_ms / 1000),
+    )
+
+
+def autoscale_config(scaling: ScalingConfig, ttft_target_s: float) -> AutoscaleConfig | None:
+    """What decides how many workers there should be; None: nobody asks. Raises `ConfigError`."""
+    limits = scaling.limits()
+    if limits is None:
+        return None
+    return AutoscaleConfig(
+        min_workers=limits.low,
+        max_workers=limits.high,
+        ttft_target_s=ttft_target_s,
+        grow_after_s=scaling.autoscale_grow_after_s,
+        shrink_after_s=scaling.autoscale_shrink_after_s,
     )
 
 

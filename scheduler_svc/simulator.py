@@ -9,76 +9,36 @@ is no randomness here; equal inputs give equal results.
 
 from __future__ import annotations
 
-import heapq
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
 
 from scheduler_svc import decisions as d
+from scheduler_svc.agenda import Agenda
 from scheduler_svc.policy.scheduler import Policy, PolicyConfig
+from scheduler_svc.service import RECORDS_PER_SCAN, SCAN_S
+from scheduler_svc.simulated_autoscaler import Autoscaling, SimulatedAutoscaler
 from scheduler_svc.simulated_cell import GATEWAY, SimulatedCell
-from scheduler_svc.simulated_worker import SimulatedSequence, SimulatedWorker
+from scheduler_svc.simulated_fleet import FINGERPRINT, SimulatedFleet
+from scheduler_svc.simulation_trace import CostModel, Sample, SimulatedRequest, SimulatedWorkerSpec, SimulationResult
 from shared.bus import DispatchAnswer
-from shared.ids import RequestId, WorkerId
-from shared.messages import PreemptRequest, RunRequest, SubmitRequest, WorkerHello
+from shared.ids import RequestId
+from shared.messages import AbortRequest, PreemptRequest, SubmitRequest
 
-FINGERPRINT = "model"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedRequest:
-    """One arrival. `output_len` tokens end each choice by itself (at most `max_tokens`)."""
-
-    arrival_s: float
-    prompt_len: int
-    max_tokens: int
-    output_len: int
-    n: int = 1
-    cancel_s: float | None = None
-    timeout_s: float = 600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedWorkerSpec:
-    """One worker start, and maybe its death (as by kill -9)."""
-
-    num_blocks: int
-    block_size: int = 16
-    max_num_seqs: int = 8
-    start_s: float = 0.0
-    death_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostModel:
-    """Seconds: a step takes `step_s` + `token_s` for each of its tokens; messages are under way for a delay."""
-
-    step_s: float = 0.02
-    token_s: float = 0.001
-    report_delay_s: float = 0.005
-    inbox_delay_s: float = 0.002
-    idle_report_s: float = 0.1
-
-
-@dataclass(slots=True)
-class SimulationResult:
-    """What happened. Times are seconds of the simulation; `dispatched` holds (request, worker) in order."""
-
-    ended: dict[RequestId, str] = field(default_factory=dict)
-    first_token_s: dict[RequestId, float] = field(default_factory=dict)
-    end_s: dict[RequestId, float] = field(default_factory=dict)
-    dispatched: list[tuple[RequestId, WorkerId]] = field(default_factory=list)
-    preempted: list[RequestId] = field(default_factory=list)
-    num_evictions: int = 0
-    num_steps: int = 0
+WATCH_S = 0.5
 
 
 class Simulation:
-    """One run.
+    """One run. `policy_s` is processor time spent in the policy, over `num_events` events with `num_decisions`.
 
     Args:
         leader_changes_s: when a new leader, with an empty policy, takes over.
-        on_decisions: called with each batch of decisions before they are carried out; for checks.
+        on_decisions: called with each batch of decisions before they are carried out; for checks and logs. The cell's
+            counts of tokens and blocks may be some steps old then.
+        can_jump: False: workers make each step by itself, for a comparison.
+        autoscaling: how workers beside `workers` come and go; None: they stay as they are.
     """
 
     def __init__(
@@ -89,32 +49,55 @@ class Simulation:
         config: PolicyConfig | None = None,
         cost: CostModel | None = None,
         leader_changes_s: tuple[float, ...] = (),
-        on_decisions: Callable[[Simulation, d.Event, list[d.Decision]], None] | None = None,
+        on_decisions: Observer | None = None,
+        can_jump: bool = True,
+        autoscaling: Autoscaling | None = None,
     ) -> None:
-        self.now = 0.0
         self.cell = SimulatedCell()
         self.result = SimulationResult()
-        self.config = config or PolicyConfig()
+        self.config = replace(config or PolicyConfig(), autoscale=autoscaling.config if autoscaling else None)
         self.policy = Policy(self.config)
+        self.policy_s = 0.0
+        self.num_events = self.num_decisions = 0
         self._cost = cost or CostModel()
         self._on_decisions = on_decisions
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._num_events = 0
+        self._agenda = Agenda()
         self._requests: dict[RequestId, SimulatedRequest] = {}
+        self._num_watches = 0
+        self._to_scan: list[RequestId] = []
+        self._fleet = SimulatedFleet(
+            self.cell,
+            self._agenda,
+            cost=self._cost,
+            result=self.result,
+            requests=self._requests,
+            tell=self.feed,
+            can_jump=can_jump,
+        )
+        self._autoscaler = None
+        if autoscaling is not None:
+            self._autoscaler = SimulatedAutoscaler(autoscaling, self.cell, self._agenda, self._fleet)
         for index, spec in enumerate(workers):
-            self._at(spec.start_s, lambda i=index, s=spec: self._start_worker(i, s))  # type: ignore[misc]
+            self._agenda.at(spec.start_s, partial(self._fleet.start, index, spec))
         for index, request in enumerate(requests):
-            self._at(request.arrival_s, lambda i=index, r=request: self._arrive(i, r))  # type: ignore[misc]
+            self._agenda.at(request.arrival_s, partial(self._arrive, index, request))
         for change_s in leader_changes_s:
-            self._at(change_s, self._take_over)
-        self._at(0.0, self._scan)
+            self._agenda.at(change_s, self._take_over)
+        self._agenda.at(0.0, self._watch)
+
+    @property
+    def now(self) -> float:
+        """Seconds of the simulation."""
+        return self._agenda.now
+
+    def watch(self, observer: Observer) -> None:
+        """Have `observer` called as `on_decisions` is."""
+        self._on_decisions = observer
 
     def run(self, until_s: float) -> SimulationResult:
         """Run until `until_s`; may be called again with a later time."""
-        while self._heap and self._heap[0][0] <= until_s:
-            self.now, _, action = heapq.heappop(self._heap)
-            action()
-        self.now = until_s
+        self._agenda.run(until_s)
+        self._fleet.sync_all()
         return self.result
 
     def feed(self, event: d.Event) -> None:
@@ -126,7 +109,11 @@ class Simulation:
                 todo.extend(self._decide(outcome))
 
     def _decide(self, event: d.Event) -> list[d.Decision]:
+        since = time.thread_time()
         decisions = self.policy.on_event(event, self.now)
+        self.policy_s += time.thread_time() - since
+        self.num_events += 1
+        self.num_decisions += len(decisions)
         if self._on_decisions is not None:
             self._on_decisions(self, event, decisions)
         return decisions
@@ -135,16 +122,16 @@ class Simulation:
         match decision:
             case d.Dispatch():
                 return self._dispatch(decision)
-            case d.Preempt(request_id=request_id, attempt=attempt, report_seq=seq):
-                self.result.preempted.append(request_id)
-                message = PreemptRequest(request_id=request_id, attempt=attempt, report_seq=seq)
-                entry_id = self.cell.send(decision.worker_id, message)
-                self._deliver(decision.worker_id)
-                return d.PreemptSent(request_id=request_id, entry_id=entry_id)
-            case d.Requeue():
-                self.cell.requeue(decision.worker_id)
+            case d.Preempt():
+                return self._preempt(decision)
+            case d.Requeue(worker_id=worker_id):
+                self._fleet.sync(worker_id)
+                if (lost := self.cell.requeue(worker_id)) is not None:
+                    self._fleet.settle_lost(lost)
             case d.RequeueOne(request_id=request_id, owner=owner, attempt=attempt):
+                self._fleet.sync(owner)
                 if self.cell.queue_again(request_id, owner, attempt, preempted=0, crashed=0):
+                    self._fleet.settle(owner)
                     return self._observed((request_id,))
             case d.Reject():
                 self._end(decision.request_id, "rejected")
@@ -154,194 +141,126 @@ class Simulation:
                 return self._observed(decision.request_ids)
             case d.RemoveGateway():
                 return d.GatewayRemoved(orphans=())
+            case d.WantWorkers():
+                if self._autoscaler is not None:
+                    self._autoscaler.carry_out(decision)
         return None
 
     def _dispatch(self, decision: d.Dispatch) -> d.Event:
-        outcome = self.cell.dispatch(decision.request_id, decision.worker_id, decision.rank)
+        request_id, worker_id = decision.request_id, decision.worker_id
+        outcome, message = self.cell.dispatch(decision)
         match outcome.answer:
             case DispatchAnswer.OK:
                 assert outcome.entry_id is not None
-                self.result.dispatched.append((decision.request_id, decision.worker_id))
-                self._deliver(decision.worker_id)
-                return d.DispatchDone(
-                    request_id=decision.request_id, attempt=outcome.attempt, entry_id=outcome.entry_id
-                )
+                assert message is not None
+                self.result.dispatched.append((request_id, worker_id))
+                self._fleet.deliver(worker_id, outcome.entry_id, message)
+                return d.DispatchDone(request_id=request_id, attempt=outcome.attempt, entry_id=outcome.entry_id)
             case DispatchAnswer.ENDED:
-                return d.Ended(request_ids=(decision.request_id,))
+                return d.Ended(request_ids=(request_id,))
             case DispatchAnswer.NOT_QUEUED:
-                return d.DispatchRefused(request_id=decision.request_id)
+                return d.DispatchRefused(request_id=request_id)
             case DispatchAnswer.NO_WORKER:
-                return d.WorkerLeft(worker_id=decision.worker_id)
+                return d.WorkerLeft(worker_id=worker_id)
+
+    def _preempt(self, decision: d.Preempt) -> d.Event:
+        request_id, entry_id = decision.request_id, self.cell.new_entry_id()
+        self.result.preempted.append(request_id)
+        message = PreemptRequest(
+            request_id=request_id, attempt=decision.attempt, report_seq=decision.report_seq, keeps=decision.keeps
+        )
+        self._fleet.deliver(decision.worker_id, entry_id, message)
+        return d.PreemptSent(request_id=request_id, entry_id=entry_id)
 
     def _observed(self, request_ids: tuple[RequestId, ...]) -> d.Observed:
-        return d.Observed(records=tuple(self.cell.records[i] for i in request_ids))
+        for request_id in request_ids:
+            self._fleet.sync(self.cell.records[request_id].owner)
+        return d.Observed(records=self.cell.observe(request_ids))
 
     def _end(self, request_id: RequestId, reason: str) -> None:
-        record = self.cell.records[request_id]
+        owner = self.cell.records[request_id].owner
+        self._fleet.sync(owner)
         if self.cell.end(request_id, reason):
-            self._note_end(request_id, reason)
-            if record.owner is not None:
-                self._deliver(record.owner)
-
-    def _note_end(self, request_id: RequestId, reason: str) -> None:
-        assert request_id not in self.result.ended, "one terminal event each"
-        self.result.ended[request_id] = reason
-        self.result.end_s[request_id] = self.now
+            self._fleet.note_end(request_id, reason)
+            if owner is not None:
+                self._fleet.settle(owner)
+                self._fleet.deliver(owner, self.cell.new_entry_id(), AbortRequest(request_id=request_id))
 
     # The trace.
-
-    def _at(self, time_s: float, action: Callable[[], None]) -> None:
-        self._num_events += 1
-        heapq.heappush(self._heap, (time_s, self._num_events, action))
 
     def _arrive(self, index: int, request: SimulatedRequest) -> None:
         request_id = RequestId(f"r{index}")
         self._requests[request_id] = request
         summary = SubmitRequest(
             request_id=request_id,
-            tenant="t",
+            tenant=request.tenant,
             model="m",
             fingerprint=FINGERPRINT,
             prompt_lens=(request.prompt_len,),
             n=request.n,
             max_tokens=request.max_tokens,
             timeout_s=request.timeout_s,
+            priority=request.priority,
+            user=request.user,
         )
         self.cell.submit(summary, order=len(self.cell.records))
         if request.cancel_s is not None:
-            self._at(request.cancel_s, lambda: self._cancel(request_id))
+            self._agenda.at(request.cancel_s, partial(self._cancel, request_id))
         self.feed(d.Submitted(requests=((summary, self.cell.records[request_id].order),)))
 
     def _cancel(self, request_id: RequestId) -> None:
         """The gateway ends it; the scheduler hears of it as a report."""
         self._end(request_id, "cancelled")
-        self._at(self.now + self._cost.report_delay_s, lambda: self.feed(d.Ended(request_ids=(request_id,))))
+        num_tokens = sum(self.cell.records[request_id].num_tokens)
+        ended = d.Ended(request_ids=(request_id,), completion_tokens=(num_tokens,))
+        self._agenda.after(self._cost.report_delay_s, partial(self.feed, ended))
 
     def _take_over(self) -> None:
         self.policy = Policy(self.config)
+        self._fleet.sync_all()
         self.feed(d.WorkersSeen(pulses=self.cell.pulses()))
-        self.feed(self._observed(tuple(sorted(self.cell.live))))
+        self.feed(self._observed(self.cell.list_live()))
 
-    def _scan(self) -> None:
+    def _watch(self) -> None:
         """What the service does on its timers."""
+        self._fleet.sync_all()
         for worker in self.cell.workers.values():
             worker.beat += worker.is_alive
+        if self._autoscaler is not None:
+            self._autoscaler.look()
+        self._take_sample()
         self.feed(d.WorkersSeen(pulses=self.cell.pulses()))
-        self.feed(d.GatewaysSeen(beats={GATEWAY: self._num_events}))
-        gone = self.policy.request_ids - self.cell.live
-        self.feed(d.Ended(request_ids=tuple(sorted(gone))))
-        self.feed(self._observed(tuple(sorted(self.cell.live))))
+        self.feed(d.GatewaysSeen(beats={GATEWAY: self._num_watches}))
         self.feed(d.Tick())
-        self._at(self.now + 0.5, self._scan)
+        if self._num_watches * WATCH_S % SCAN_S == 0:
+            self._scan()
+        self._num_watches += 1
+        self._agenda.after(WATCH_S, self._watch)
 
-    # Workers.
+    def _scan(self) -> None:
+        """Compare with `live`, and read some of the records again."""
+        known, live = self.policy.request_ids, self.cell.live
+        self.feed(d.Ended(request_ids=tuple(sorted(known - live))))
+        unknown = tuple(i for i in self.cell.list_live() if i not in known) if live - known else ()
+        self._to_scan = self._to_scan or list(self.cell.list_live())
+        again, self._to_scan = self._to_scan[:RECORDS_PER_SCAN], self._to_scan[RECORDS_PER_SCAN:]
+        again = [i for i in again if i in live and i in known]
+        self.feed(self._observed((*unknown, *again)))
 
-    def _start_worker(self, index: int, spec: SimulatedWorkerSpec) -> None:
-        hello = WorkerHello(
-            worker_id=WorkerId(f"w{index}:{index}"),
-            model="m",
-            fingerprint=FINGERPRINT,
-            dtype="float32",
-            device="cpu",
-            max_model_len=spec.num_blocks * spec.block_size,
-            block_size=spec.block_size,
-            num_blocks=spec.num_blocks,
-            max_num_seqs=spec.max_num_seqs,
-            pid=1,
-            host="h",
-        )
-        worker = self.cell.workers[hello.worker_id] = SimulatedWorker(hello)
-        if spec.death_s is not None:
-            self._at(spec.death_s, lambda: setattr(worker, "is_alive", False))
-        self._idle_report(worker)
-
-    def _idle_report(self, worker: SimulatedWorker) -> None:
-        if worker.is_alive:
-            self._report(worker)
-            self._at(self.now + self._cost.idle_report_s, lambda: self._idle_report(worker))
-
-    def _report(self, worker: SimulatedWorker) -> None:
-        report = worker.report()
-        self._at(self.now + self._cost.report_delay_s, lambda: self.feed(d.Reported(report=report)))
-
-    def _deliver(self, worker_id: WorkerId) -> None:
-        worker = self.cell.workers.get(worker_id)
-        if worker is not None:
-            self._at(self.now + self._cost.inbox_delay_s, lambda: self._wake(worker))
-
-    def _wake(self, worker: SimulatedWorker) -> None:
-        if worker.is_alive and not worker.is_stepping:
-            self._apply_inbox(worker)
-            self._step(worker)
-
-    def _apply_inbox(self, worker: SimulatedWorker) -> None:
-        for entry_id, message in worker.inbox:
-            worker.mark_applied(entry_id)
-            match message:
-                case RunRequest():
-                    worker.sequences += self._sequences(worker, message)
-                case PreemptRequest(request_id=request_id):
-                    if worker.holds(request_id) and not worker.is_void(message):
-                        self._release(worker, message)
-                case _:
-                    worker.drop(message.request_id)
-        worker.inbox.clear()
-
-    def _release(self, worker: SimulatedWorker, message: PreemptRequest) -> None:
-        worker.drop(message.request_id)
-        owner = worker.hello.worker_id
-        self.cell.queue_again(message.request_id, owner, message.attempt, preempted=1, crashed=0)
-
-    def _sequences(self, worker: SimulatedWorker, message: RunRequest) -> list[SimulatedSequence]:
-        if not self.cell.is_owner(worker.hello.worker_id, message.request_id, message.attempt):
-            return []
-        record, request = self.cell.records[message.request_id], self._requests[message.request_id]
-        return [
-            SimulatedSequence(
-                request_id=message.request_id,
-                attempt=message.attempt,
-                choice=choice,
-                rank=message.rank,
-                num_known=request.prompt_len + record.choices[choice].num_tokens,
-                end=request.prompt_len + min(request.output_len, request.max_tokens),
+    def _take_sample(self) -> None:
+        alive = [worker for worker in self.cell.workers.values() if worker.is_alive]
+        num_blocks = sum(worker.hello.num_blocks for worker in alive)
+        self.result.samples.append(
+            Sample(
+                now_s=self.now,
+                used_blocks=num_blocks - sum(worker.free_blocks for worker in alive),
+                num_blocks=num_blocks,
+                num_workers=len(alive) + (0 if self._autoscaler is None else self._autoscaler.num_starting),
+                num_running=self.cell.num_live - self.cell.num_queued.total(),
+                served=dict(self.result.served),
+                queued=dict(self.cell.num_queued),
             )
-            for choice in message.choices
-        ]
+        )
 
-    def _step(self, worker: SimulatedWorker) -> None:
-        chunks = worker.plan()
-        if not chunks:
-            self._report(worker)
-            return
-        worker.is_stepping = True
-        took_s = self._cost.step_s + self._cost.token_s * sum(length for _, length in chunks)
-        self._at(self.now + took_s, lambda: self._finish_step(worker, chunks))
 
-    def _finish_step(self, worker: SimulatedWorker, chunks: list[tuple[SimulatedSequence, int]]) -> None:
-        worker.is_stepping = False
-        if not worker.is_alive:
-            return
-        worker.num_steps += 1
-        self.result.num_steps += 1
-        for sequence, length in chunks:
-            sequence.num_computed += length
-            if sequence.num_computed == sequence.num_known:
-                self._commit(worker, sequence)
-        self.result.num_evictions = sum(w.num_evictions for w in self.cell.workers.values())
-        self._apply_inbox(worker)
-        self._report(worker)
-        self._step(worker)
-
-    def _commit(self, worker: SimulatedWorker, sequence: SimulatedSequence) -> None:
-        request_id = sequence.request_id
-        if not self.cell.is_owner(worker.hello.worker_id, request_id, sequence.attempt):
-            worker.drop(request_id)
-            return
-        sequence.num_known += 1
-        self.result.first_token_s.setdefault(request_id, self.now)
-        is_last = sequence.num_known >= sequence.end
-        if self.cell.commit(request_id, sequence.choice, is_last=is_last):
-            self._note_end(request_id, "finished")
-            self._at(self.now + self._cost.report_delay_s, lambda: self.feed(d.Ended(request_ids=(request_id,))))
-        if is_last:
-            worker.sequences.remove(sequence)
+Observer = Callable[[Simulation, d.Event, list[d.Decision]], None]

@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId
+from shared.limits import EMPTY_QUEUE, NO_BUDGET, UNLIMITED, QueueDepth, RefusalReason, TenantBudget, TenantLimits
 from shared.messages import (
     AbortRequest,
     PreemptRequest,
@@ -29,6 +30,8 @@ from shared.messages import (
     WorkerHello,
     WorkerReport,
 )
+from shared.work_time import NO_WORK, WorkTime
+from shared.worker_wish import WorkerWish
 
 InboxMessage = RunRequest | PreemptRequest | AbortRequest
 ReportMessage = WorkerReport | RequestEnded
@@ -46,25 +49,37 @@ class NewRequest:
     orphan_ttl_s: float = 0.0
     idempotency_key: str | None = None
     body_hash: str = ""
+    tenant_limits: TenantLimits = UNLIMITED
 
 
 class SubmitAnswer(StrEnum):
     """`new`: stored. `exists`: this id, or this idempotency key with the same body, was there before.
-    `conflict`: the idempotency key belongs to another body. `full`: a queue limit; nothing was stored."""
+    `conflict`: the idempotency key belongs to another body. `full`: a limit of the cell; nothing was stored.
+    `limited`: a limit of the tenant; the same."""
 
     NEW = "new"
     EXISTS = "exists"
     CONFLICT = "conflict"
     FULL = "full"
+    LIMITED = "limited"
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitOutcome:
-    """`request_id` is the one in Redis: the earlier one when an idempotency key was known. `detail` names the limit."""
+    """`request_id` is the one in Redis: the earlier one when an idempotency key was known.
+
+    When it was refused, `reason` says by what, `detail` names the limit with its value, `queued` is what waits, and
+    `wait_s` is how long until the tenant's bucket holds enough, 0 when that is not known. `budget` is set when it was
+    stored or `limited`.
+    """
 
     answer: SubmitAnswer
     request_id: RequestId
     detail: str = ""
+    reason: RefusalReason | None = None
+    wait_s: float = 0.0
+    queued: QueueDepth = EMPTY_QUEUE
+    budget: TenantBudget = NO_BUDGET
 
 
 class RequestState(StrEnum):
@@ -97,7 +112,8 @@ class ChoiceState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """The record of a request without its body. `order` sorts by arrival. `ended` is set once it has ended."""
+    """The record of a request without its body. `order` sorts by arrival. `ended` is set once it has ended. `worked`
+    is what workers have written so far, over all attempts."""
 
     summary: SubmitRequest
     state: RequestState
@@ -110,6 +126,7 @@ class RequestRecord:
     crashes: int
     choices: tuple[ChoiceState, ...]
     ended: RequestEnded | None = None
+    worked: WorkTime = NO_WORK
 
 
 class CommitItem(NamedTuple):
@@ -125,6 +142,15 @@ class CommitItem(NamedTuple):
     start: int
     entries: tuple[bytes, ...]
     finish: str = ""
+
+
+class WorkItem(NamedTuple):
+    """What a worker has computed for attempt `attempt` of a request so far: microseconds, by phase."""
+
+    request_id: RequestId
+    attempt: int
+    prefill_us: int
+    decode_us: int
 
 
 class CommitAnswer(StrEnum):
@@ -184,7 +210,10 @@ class RequestOps(Protocol):
     """What gateways (and whoever ends a request) do."""
 
     async def submit(self, request: NewRequest) -> SubmitOutcome:
-        """Store record, `live` entry, first listener and wake-up at once; a no-op for an id or key that exists."""
+        """Store record, `live` entry, first listener and wake-up at once; a no-op for an id or key that exists.
+
+        A request beyond a limit (`BusLimits`, `tenant_limits`) is refused whole and costs its tenant nothing. An empty
+        queue takes any request, or one that alone is larger than the queue may be would never be taken."""
         ...
 
     async def load_record(self, request_id: RequestId) -> RequestRecord | None:
@@ -232,8 +261,9 @@ class LeaderOps(Protocol):
         """Become leader if the hash is still exactly `seen`."""
         ...
 
-    async def raise_lead(self, token: str) -> None:
-        """Raise the leader's beat."""
+    async def raise_lead(self, token: str, now_ms: int | None = None) -> None:
+        """Raise the leader's beat. With `now_ms`, the caller's monotonic clock, the cell's clock (`shared/limits.py`)
+        goes on by what has passed on it since this leader's last call; the same `now_ms` again adds nothing."""
         ...
 
     async def yield_lead(self, token: str) -> None:
@@ -261,8 +291,11 @@ class LeaderOps(Protocol):
         """Records in the order asked, None where there is none."""
         ...
 
-    async def dispatch(self, token: str, request_id: RequestId, worker_id: WorkerId, rank: int) -> DispatchOutcome:
-        """Queued → running: attempt + 1, owner, and a RunRequest for the unfinished choices in the inbox."""
+    async def dispatch(
+        self, token: str, request_id: RequestId, worker_id: WorkerId, rank: int, priority: int = 0
+    ) -> DispatchOutcome:
+        """Queued → running: attempt + 1, owner, and a RunRequest for the unfinished choices in the inbox, with the
+        standing order (`priority`, `rank`); both lie within ±2**53."""
         ...
 
     async def preempt(self, token: str, worker_id: WorkerId, message: PreemptRequest) -> EntryId:
@@ -290,6 +323,10 @@ class LeaderOps(Protocol):
         """A dead gateway: drop its listeners everywhere; all live requests that have none now (orphans)."""
         ...
 
+    async def want_workers(self, token: str, wish: WorkerWish) -> None:
+        """Write how many workers there should be, in place of what was wanted before."""
+        ...
+
 
 class WorkerOps(Protocol):
     """What workers do. `worker_id` is the incarnation, the proof of ownership with the attempt."""
@@ -312,9 +349,15 @@ class WorkerOps(Protocol):
         """Delete applied entries."""
         ...
 
-    async def commit(self, worker_id: WorkerId, items: Sequence[CommitItem]) -> list[CommitOutcome]:
+    async def commit(
+        self, worker_id: WorkerId, items: Sequence[CommitItem], work: Sequence[WorkItem] = ()
+    ) -> list[CommitOutcome]:
         """One step's tokens, atomically: append what lies beyond each choice's length, publish exactly that, mark
-        finishes, reset `crashes` of a request that gained a token, end a request whose last choice finished."""
+        finishes, reset `crashes` of a request that gained a token, end a request whose last choice finished.
+
+        Before all that `work` is counted, by record and by tenant: what lies beyond what that attempt had written. Its
+        number is proof enough, as no other worker was ever given it; so work counts for requests that have ended or
+        moved, too."""
         ...
 
     async def beat(
@@ -353,6 +396,14 @@ class GatewayOps(Protocol):
 
     async def gateway_bye(self, gateway_id: GatewayId) -> None:
         """Leave the `gateways` hash (clean shutdown)."""
+        ...
+
+    async def read_queue(self) -> QueueDepth:
+        """What is queued now."""
+        ...
+
+    async def read_worked(self) -> dict[str, WorkTime]:
+        """What workers have computed for each tenant since this bus' data began."""
         ...
 
     def subscribe(self, gateway_id: GatewayId) -> Subscription:
@@ -394,6 +445,14 @@ class Bus(RequestOps, LeaderOps, WorkerOps, GatewayOps, Protocol):
         """All workers in the `workers` hash."""
         ...
 
+    async def read_wish(self) -> WorkerWish | None:
+        """What a leader has wanted last; None if none ever said so."""
+        ...
+
+    async def prefix_key(self) -> bytes:
+        """The cell's key for the names of prefixes; whoever asks first draws it."""
+        ...
+
     async def bury(self, source: str, data: bytes, why: str) -> None:
         """Put bytes that nobody can read into `dead`."""
         ...
@@ -408,10 +467,13 @@ class BusLimits:
     """What the submit script enforces by itself, and how long ended records stay.
 
     `max_live_requests` and `max_live_tokens` (prompt plus max_tokens, summed) bound what Redis holds;
+    `max_queued_requests` (sequences) and `max_queued_tokens` (of prompts) what waits for a worker, None: nothing does;
     `max_memory_fraction` of Redis' maxmemory, above it new work is refused.
     """
 
     max_live_requests: int = 100_000
     max_live_tokens: int = 500_000_000
+    max_queued_requests: int | None = None
+    max_queued_tokens: int | None = None
     max_memory_fraction: float = 0.8
     record_ttl_s: float = 600.0

@@ -13,6 +13,7 @@
         ├── Unauthorized        no key or a wrong one (401)
         ├── NotFound            no such model, stream or route (404)
         ├── IdempotencyConflict the key was used with another body (409)
+        ├── RateLimited         its tenant has used up what it may have (429); `retry_after_s`
         ├── Overloaded          a limit of ours is reached, or nothing serves now (503); `retry_after_s`
         └── RequestFailed       accepted, then failed (500)
 
@@ -107,14 +108,32 @@ class IdempotencyConflict(RequestError):
     default_code = "idempotency_conflict"
 
 
+class RateLimited(RequestError):
+    """The tenant has used up what it may have for now. `kind` as in OpenAI's error object: requests or tokens;
+    `headers` say what is left; `reason` as the metrics count it."""
+
+    default_code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, kind: str, retry_after_s: int, reason: str, headers: dict[str, str]) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+        self.reason = reason
+        self.headers = headers
+
+
 class Overloaded(RequestError):
-    """Nothing is wrong with the request; there is no room, or no worker, for it now."""
+    """Nothing is wrong with the request; there is no room, or no worker, for it now. `reason` as the metrics count
+    it; none: by `code`."""
 
     default_code = "overloaded"
 
-    def __init__(self, message: str, *, retry_after_s: int = 1, code: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, retry_after_s: int = 1, code: str | None = None, reason: str | None = None
+    ) -> None:
         super().__init__(message, code=code)
         self.retry_after_s = retry_after_s
+        self.reason = reason or self.code
 
 
 class RequestFailed(RequestError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import shlex
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -29,15 +30,18 @@ def setting(
     minimum: float | None = None,
     maximum: float | None = None,
     choices: Sequence[str] | None = None,
+    may_be_empty: bool = True,
     is_hidden: bool = False,
     is_positional: bool = False,
 ) -> Any:
-    """Declare one setting as a dataclass field. `minimum` and `maximum` are inclusive."""
+    """Declare one setting as a dataclass field. `minimum` and `maximum` are inclusive; a text, or each of several, is
+    empty only if it `may_be_empty`."""
     metadata = {
         "help": help,
         "minimum": minimum,
         "maximum": maximum,
         "choices": choices,
+        "may_be_empty": may_be_empty,
         "is_hidden": is_hidden,
         "is_positional": is_positional,
     }
@@ -202,6 +206,14 @@ def _help(leaf: _Leaf) -> str:
     return str(text + shown).replace("%", "%%")
 
 
+def split(flag: str, text: str) -> list[str]:
+    """Flags that were given as one text, quoted as for a shell. Raises `ConfigError` that names `flag`."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}={shorten(text)}: {error}; quote it as for a shell") from None
+
+
 def _refuse_unknown_variables(environ: Mapping[str, str], names: set[str], known: frozenset[str]) -> None:
     allowed = {variable(name) for name in names} | known
     for name in environ:
@@ -231,6 +243,8 @@ def _convert(source: str, raw: Any, leaf: _Leaf) -> Any:
     value = _parse_text(source, raw, leaf.kind)
     metadata = leaf.field.metadata
     low, high, choices = metadata["minimum"], metadata["maximum"], metadata["choices"]
+    if value == "" and not metadata["may_be_empty"]:
+        raise ConfigError(f"{source}={shorten(raw)!r}: must not be empty; leave it out for the default")
     if choices is not None and value not in choices:
         raise ConfigError(f"{source}={shorten(raw)!r}: choose from {', '.join(choices)}")
     if (low is not None and not value >= low) or (high is not None and not value <= high):

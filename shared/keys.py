@@ -4,16 +4,22 @@
 |---|---|---|---|---|
 | `live` | set | ids of requests that have not ended: the durable index | submit, end; leader | kept |
 | `live_tokens` | string | sum of `reserved` over live requests | submit, end | kept; deleted when `live` is empty |
+| `queue` | hash | `sequences`, `tokens` of queued requests | submit, dispatch, requeue, end; gateways | as above |
+| `in_flight` | hash | tenant: its live requests | submit, end | as above |
+| `spent` | hash | `requests:`, `tokens:`, `at:` + tenant that has limits | submit, end | kept, 3 fields an API key |
+| `worked` | hash | `prefill:`, `decode:` + tenant: worker time, µs | commit; gateways | kept, 2 fields an API key |
 | `req:{id}` | hash | the record, see `RECORD_FIELDS` | all scripts; all | TTL set by the end script only |
 | `log:{id}` | string | the token log, `shared/log.py` | commit; gateways, workers | TTL with its record |
 | `idem:{tenant}:{key}` | string | request id and body hash | submit | TTL with its record |
 | `submit` | stream, a group | wake-ups for new requests; an ack deletes | submit; leader | kept |
 | `inbox:{worker}` | stream | commands; an ack deletes | dispatch, preempt, end; worker | goes with its worker |
 | `reports` | stream, capped | worker reports and ends; hints | workers, end; leader, gateways | kept |
-| `leader` | hash | `token`, `beat` | leader; schedulers | kept |
+| `leader` | hash | `token`, `beat`; `clock_ms`, `at_ms`: the cell's clock | leader; schedulers, submit | kept |
 | `workers` | hash | `hello:`, `beat:`, `steps:`, `held:`, `suspect:` + worker | workers; all | fields go with them |
 | `gateways` | hash | `beat:` + gateway | gateways; leader | fields go with the gateway |
 | `devices` | hash | device id: the worker that claimed it | workers | fields go with the worker |
+| `prefix_key` | string | key of the names of prefixes (`shared/prefix.py`) | the first; workers, gateways | kept |
+| `wish` | hash | `num_workers` that the leader would like, ids of those `leaving` | leader; who starts workers | kept |
 | `dead` | stream, capped | undecodable messages: source, bytes, why | all; people | kept |
 
 Channel `tok:{gateway}` carries what the commit and end scripts appended, for the listeners of that gateway.
@@ -28,16 +34,25 @@ from shared.ids import GatewayId, RequestId, WorkerId
 
 LIVE = "live"
 LIVE_TOKENS = "live_tokens"
+QUEUE = "queue"
+IN_FLIGHT = "in_flight"
+SPENT = "spent"
+WORKED = "worked"
 SUBMIT = "submit"
 REPORTS = "reports"
 LEADER = "leader"
 WORKERS = "workers"
 GATEWAYS = "gateways"
 DEVICES = "devices"
+PREFIX_KEY = "prefix_key"
+WISH = "wish"
 DEAD = "dead"
 SUBMIT_GROUP = "schedulers"
 
-STANDING_KEYS = frozenset({LIVE, LIVE_TOKENS, SUBMIT, REPORTS, LEADER, WORKERS, GATEWAYS, DEVICES, DEAD})
+STANDING_KEYS = frozenset(
+    {LIVE, LIVE_TOKENS, QUEUE, IN_FLIGHT, SPENT, WORKED, SUBMIT, REPORTS, LEADER, WORKERS, GATEWAYS, DEVICES}
+    | {PREFIX_KEY, WISH, DEAD}
+)
 """Keys that may exist when no request and no worker does (an empty one may be absent)."""
 
 REPORTS_CAP = 10_000
@@ -59,9 +74,14 @@ RECORD_FIELDS = (
     "preemptions",
     "crashes",
     "idem",  # name of its idempotency key, "" if none
+    "tenant",  # where it counts in `in_flight` and `spent`
+    "charged",  # tokens that its tenant spent on it in advance, 0 if there is no limit
     "len:{choice}",  # entries logged
     "stop:{choice}",  # entry index at which a stop string matched: entries past it are void
     "fin:{choice}",  # finish reason
+    "work:{attempt}",  # what its worker computed for it, "prefill decode", in µs
+    "prefill_us",  # the sums over attempts
+    "decode_us",
     "reason",  # at the end: finished, cancelled, rejected, failed, deadline
     "prompt_tokens",  # set at submit: each prompt once
     "completion_tokens",

@@ -2,8 +2,9 @@
 
 An entry is `[choice, token_id]`, `[choice, token_id, logprobs]` or, as the last one of a choice, `[choice, reason]`
 with reason "stop" or "length". `logprobs` is `[chosen, [[token_id, logprob], ...]]`, natural logarithms of the raw
-model's probabilities, best first. The log is one byte string, so a position in it is a byte offset; text, usage and
-SSE ids are all a fold over its entries from 0 and never depend on how it was cut into packets.
+model's probabilities, best first. A choice's first entry is `[choice, token_id, logprobs or nil, num_cached]` where
+that many tokens of its prompt were found in the prefix cache. The log is one byte string, so a position in it is a byte
+offset; text, usage and SSE ids are all a fold over its entries from 0 and never depend on how it was cut into packets.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ class Logprobs:
 
 
 class TokenEntry(NamedTuple):
-    """`choice` drew `token_id`."""
+    """`choice` drew `token_id`. `num_cached`: see the module."""
 
     choice: int
     token_id: int
     logprobs: Logprobs | None = None
+    num_cached: int = 0
 
 
 class FinishEntry(NamedTuple):
@@ -53,9 +55,10 @@ def encode_entry(entry: LogEntry) -> bytes:
     """One entry's bytes."""
     if isinstance(entry, FinishEntry):
         return _encoder.encode((entry.choice, entry.reason))
-    if entry.logprobs is None:
+    if entry.logprobs is None and not entry.num_cached:
         return _encoder.encode((entry.choice, entry.token_id))
-    return _encoder.encode((entry.choice, entry.token_id, (entry.logprobs.chosen, entry.logprobs.top)))
+    logprobs = None if entry.logprobs is None else (entry.logprobs.chosen, entry.logprobs.top)
+    return _encoder.encode((entry.choice, entry.token_id, logprobs, entry.num_cached)[: 4 if entry.num_cached else 3])
 
 
 def decode_entries(data: bytes) -> list[LogEntry]:
@@ -100,6 +103,10 @@ def _to_entry(item: object) -> LogEntry:
             return FinishEntry(choice, reason)
         case [choice, token_id, logprobs] if type(choice) is int and type(token_id) is int:
             return TokenEntry(choice, token_id, _to_logprobs(logprobs))
+        case [choice, token_id, logprobs, num_cached] if (
+            type(choice) is int and type(token_id) is int and type(num_cached) is int and num_cached > 0
+        ):
+            return TokenEntry(choice, token_id, None if logprobs is None else _to_logprobs(logprobs), num_cached)
     raise WireError(f"not a log entry: {item!r}")
 
 

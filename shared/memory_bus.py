@@ -24,11 +24,13 @@ from shared.bus import (
     RequestRecord,
     SubmitOutcome,
     WorkerPulse,
+    WorkItem,
 )
 from shared.clock import Clock, MonotonicClock
 from shared.errors import WireError
 from shared.failpoints import failpoint
 from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId
+from shared.limits import QueueDepth
 from shared.logs import get_log
 from shared.memory_records import Entry, MemoryStream, MemorySubscription
 from shared.memory_steps import MemorySteps
@@ -43,6 +45,8 @@ from shared.messages import (
     WorkerHello,
     WorkerReport,
 )
+from shared.work_time import WorkTime
+from shared.worker_wish import WorkerWish
 
 M = TypeVar("M")
 
@@ -114,8 +118,8 @@ class MemoryBus:
     async def take_lead(self, token: str, seen: LeaderPulse) -> bool:
         return self.steps.take_lead(token, seen)
 
-    async def raise_lead(self, token: str) -> None:
-        self.steps.raise_lead(token)
+    async def raise_lead(self, token: str, now_ms: int | None = None) -> None:
+        self.steps.raise_lead(token, now_ms)
 
     async def yield_lead(self, token: str) -> None:
         self.steps.yield_lead(token)
@@ -140,8 +144,10 @@ class MemoryBus:
     async def load_records(self, request_ids: Sequence[RequestId]) -> list[RequestRecord | None]:
         return [await self.load_record(request_id) for request_id in request_ids]
 
-    async def dispatch(self, token: str, request_id: RequestId, worker_id: WorkerId, rank: int) -> DispatchOutcome:
-        return self.steps.dispatch(token, request_id, worker_id, rank)
+    async def dispatch(
+        self, token: str, request_id: RequestId, worker_id: WorkerId, rank: int, priority: int = 0
+    ) -> DispatchOutcome:
+        return self.steps.dispatch(token, request_id, worker_id, rank, priority)
 
     async def preempt(self, token: str, worker_id: WorkerId, message: PreemptRequest) -> EntryId:
         return self.steps.preempt(token, worker_id, message)
@@ -164,6 +170,10 @@ class MemoryBus:
     async def remove_gateway(self, token: str, gateway_id: GatewayId) -> list[RequestId]:
         return self.steps.remove_gateway(token, gateway_id)
 
+    async def want_workers(self, token: str, wish: WorkerWish) -> None:
+        self.steps.require_lead(token)
+        self.steps.wish = wish
+
     # WorkerOps
 
     async def hello(self, message: WorkerHello) -> None:
@@ -183,8 +193,10 @@ class MemoryBus:
         for entry_id in entry_ids:
             self._inbox(worker_id).delete(entry_id)
 
-    async def commit(self, worker_id: WorkerId, items: Sequence[CommitItem]) -> list[CommitOutcome]:
-        outcomes = self.steps.commit(worker_id, items)
+    async def commit(
+        self, worker_id: WorkerId, items: Sequence[CommitItem], work: Sequence[WorkItem] = ()
+    ) -> list[CommitOutcome]:
+        outcomes = self.steps.commit(worker_id, items, work)
         failpoint("bus.commit.reply")
         return outcomes
 
@@ -209,6 +221,9 @@ class MemoryBus:
     async def read_workers(self) -> list[WorkerPulse]:
         return [worker.pulse() for worker in self.steps.workers.values()]
 
+    async def read_wish(self) -> WorkerWish | None:
+        return self.steps.wish
+
     # GatewayOps
 
     async def gateway_beat(self, gateway_id: GatewayId) -> None:
@@ -217,10 +232,19 @@ class MemoryBus:
     async def gateway_bye(self, gateway_id: GatewayId) -> None:
         self.steps.gateways.pop(gateway_id, None)
 
+    async def read_queue(self) -> QueueDepth:
+        return self.steps.read_queue()
+
+    async def read_worked(self) -> dict[str, WorkTime]:
+        return dict(sorted(self.steps.worked.items()))
+
     def subscribe(self, gateway_id: GatewayId) -> MemorySubscription:
         subscription = MemorySubscription()
         self._subscriptions.setdefault(gateway_id, []).append(subscription)
         return subscription
+
+    async def prefix_key(self) -> bytes:
+        return self.steps.prefix_key
 
     def wake_readers(self) -> None:
         """Let those who wait for a stream look again."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
 
 from shared import wire
 from shared.bus import ChannelMessage, ChoiceState, NewRequest, RequestRecord, RequestState, Subscribed, WorkerPulse
 from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId
 from shared.messages import RequestBody, RequestEnded, SubmitRequest, TokenChunk, WorkerHello
+from shared.work_time import NO_WORK, WorkTime
 
 Order = tuple[int, int]
 
@@ -110,6 +112,8 @@ class MemoryRecord:
     log: bytearray = field(default_factory=bytearray)
     ended: RequestEnded | None = None
     expires_at: float | None = None
+    charged: int = 0
+    works: dict[int, WorkTime] = field(default_factory=dict)
 
     @classmethod
     def of(cls, request: NewRequest, order: Order, idempotency: str) -> MemoryRecord:
@@ -158,6 +162,7 @@ class MemoryRecord:
             crashes=self.crashes,
             choices=tuple(choice.state() for choice in self.choices),
             ended=self.ended,
+            worked=reduce(WorkTime.plus, self.works.values(), NO_WORK),
         )
 
 

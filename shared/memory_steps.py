@@ -22,11 +22,14 @@ from shared.bus import (
     RequestState,
     SubmitAnswer,
     SubmitOutcome,
+    WorkItem,
 )
 from shared.clock import Clock
 from shared.errors import LeaderLost
 from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId, worker_name
+from shared.limits import QueueDepth, RefusalReason
 from shared.memory_records import MemoryRecord, MemoryStream, MemoryWorker, to_order
+from shared.memory_tenants import MemoryTenants
 from shared.messages import (
     AbortRequest,
     Message,
@@ -37,6 +40,9 @@ from shared.messages import (
     TokenChunk,
     WorkerHello,
 )
+from shared.prefix import new_key
+from shared.work_time import NO_WORK, WorkTime
+from shared.worker_wish import WorkerWish
 
 Boxes = defaultdict[GatewayId, list[Message]]
 
@@ -69,6 +75,10 @@ class MemorySteps:
         self.workers: dict[WorkerId, MemoryWorker] = {}
         self.gateways: dict[GatewayId, int] = {}
         self.devices: dict[str, WorkerId] = {}
+        self.prefix_key = new_key()
+        self.tenants = MemoryTenants()
+        self.wish: WorkerWish | None = None
+        self.worked: dict[str, WorkTime] = {}
 
     def append(
         self, stream: MemoryStream, message: Message, request_id: RequestId | None = None, cap: int | None = None
@@ -88,14 +98,16 @@ class MemorySteps:
             first, body_hash = self.idempotency[name]
             is_same = body_hash == request.body_hash
             return SubmitOutcome(SubmitAnswer.EXISTS if is_same else SubmitAnswer.CONFLICT, first)
-        if detail := self._limit(summary):
-            return SubmitOutcome(SubmitAnswer.FULL, summary.request_id, detail)
+        if refusal := self._refusal(request):
+            return refusal
         entry_id = self.append(self.submits, summary, summary.request_id)
         record = MemoryRecord.of(request, to_order(entry_id), name)
         self.records[summary.request_id] = self.live[summary.request_id] = record
+        record.charged = self.tenants.charge(summary, request.tenant_limits)
         if name:
             self.idempotency[name] = (summary.request_id, request.body_hash)
-        return SubmitOutcome(SubmitAnswer.NEW, summary.request_id)
+        budget = self.tenants.budget(summary.tenant, request.tenant_limits)
+        return SubmitOutcome(SubmitAnswer.NEW, summary.request_id, budget=budget)
 
     def attach(self, request_id: RequestId, gateway_id: GatewayId, connection_id: ConnectionId) -> bool:
         record = self.live.get(request_id)
@@ -136,10 +148,13 @@ class MemorySteps:
             return False
         if self.leader.token != token:
             self.leader = LeaderPulse(token=token, beat=seen.beat + 1)
+            self.tenants.restart_clock()
         return True
 
-    def raise_lead(self, token: str) -> None:
+    def raise_lead(self, token: str, now_ms: int | None) -> None:
         self.require_lead(token)
+        if now_ms is not None:
+            self.tenants.advance_clock(now_ms)
         self.leader = LeaderPulse(token=token, beat=self.leader.beat + 1)
 
     def yield_lead(self, token: str) -> None:
@@ -151,7 +166,9 @@ class MemorySteps:
         if self.leader.token != token:
             raise LeaderLost("the leader token is not this one")
 
-    def dispatch(self, token: str, request_id: RequestId, worker_id: WorkerId, rank: int) -> DispatchOutcome:
+    def dispatch(
+        self, token: str, request_id: RequestId, worker_id: WorkerId, rank: int, priority: int = 0
+    ) -> DispatchOutcome:
         self.require_lead(token)
         record, worker = self.live.get(request_id), self.workers.get(worker_id)
         if record is None:
@@ -167,6 +184,7 @@ class MemorySteps:
             choices=tuple(i for i, choice in enumerate(record.choices) if choice.state().is_open),
             rank=rank,
             crashes=record.crashes,
+            priority=priority,
         )
         return DispatchOutcome(DispatchAnswer.OK, self.append(worker.inbox, message, request_id), record.attempt)
 
@@ -200,9 +218,13 @@ class MemorySteps:
         self.workers.pop(worker_id, None)
         self.devices = {device: holder for device, holder in self.devices.items() if holder != worker_id}
 
-    def commit(self, worker_id: WorkerId, items: Sequence[CommitItem]) -> list[CommitOutcome]:
+    def commit(
+        self, worker_id: WorkerId, items: Sequence[CommitItem], work: Sequence[WorkItem] = ()
+    ) -> list[CommitOutcome]:
         boxes: Boxes = defaultdict(list)
-        outcomes = [self._commit(boxes, worker_id, item) for item in items]
+        for item in work:
+            self._count_work(item)
+        outcomes = [self._commit(boxes, worker_id, commit) for commit in items]
         self._send(boxes)
         return outcomes
 
@@ -242,13 +264,50 @@ class MemorySteps:
         self.bye(worker_id)
         return queued
 
-    def _limit(self, summary: SubmitRequest) -> str:
-        if len(self.live) >= self._limits.max_live_requests:
-            return f"live requests: at most {self._limits.max_live_requests}"
+    def read_queue(self) -> QueueDepth:
+        queued = [record.summary for record in self.live.values() if record.state is RequestState.QUEUED]
+        return QueueDepth(
+            num_sequences=sum(summary.num_choices for summary in queued),
+            num_tokens=sum(sum(summary.prompt_lens) for summary in queued),
+        )
+
+    def _refusal(self, request: NewRequest) -> SubmitOutcome | None:
+        """The limit that keeps `request` out, None if none does."""
+        summary, limits, wait_s = request.summary, request.tenant_limits, 0.0
+        answer = SubmitAnswer.LIMITED
+        most = limits.max_in_flight
+        if most is not None and sum(r.summary.tenant == summary.tenant for r in self.live.values()) >= most:
+            reason, detail = RefusalReason.TENANT_IN_FLIGHT, f"requests in flight: at most {most}"
+        elif lack := self.tenants.find_lack(summary, limits):
+            reason, detail, wait_s = lack
+        elif full := self._find_full(summary):
+            answer, (reason, detail) = SubmitAnswer.FULL, full
+        else:
+            return None
+        return SubmitOutcome(
+            answer,
+            summary.request_id,
+            detail=detail,
+            reason=reason,
+            wait_s=wait_s,
+            queued=self.read_queue(),
+            budget=self.tenants.budget(summary.tenant, limits),
+        )
+
+    def _find_full(self, summary: SubmitRequest) -> tuple[RefusalReason, str] | None:
+        limits, queued = self._limits, self.read_queue()
+        if len(self.live) >= limits.max_live_requests:
+            return RefusalReason.LIVE_REQUESTS, f"live requests: at most {limits.max_live_requests}"
         reserved = sum(r.summary.num_reserved_tokens for r in self.live.values()) + summary.num_reserved_tokens
-        if reserved > self._limits.max_live_tokens:
-            return f"tokens of live requests: at most {self._limits.max_live_tokens}"
-        return ""
+        if reserved > limits.max_live_tokens:
+            return RefusalReason.LIVE_TOKENS, f"tokens of live requests: at most {limits.max_live_tokens}"
+        most = limits.max_queued_requests
+        if most is not None and queued.num_sequences and queued.num_sequences + summary.num_choices > most:
+            return RefusalReason.QUEUED_REQUESTS, f"queued requests: at most {most}"
+        most = limits.max_queued_tokens
+        if most is not None and queued.num_sequences and queued.num_tokens + sum(summary.prompt_lens) > most:
+            return RefusalReason.QUEUED_TOKENS, f"prompt tokens of queued requests: at most {most}"
+        return None
 
     def _drop_expired(self) -> None:
         now = self._clock.now()
@@ -269,6 +328,8 @@ class MemorySteps:
             error_kind=ended.error_kind,
             error_message=ended.error_message,
         )
+        used = 0 if record.attempt == 0 else record.ended.prompt_tokens + record.ended.completion_tokens
+        self.tenants.refund(record.summary.tenant, record.charged - used)
         record.expires_at = self._clock.now() + self._limits.record_ttl_s
         for gateway_id in record.gateways():
             boxes[gateway_id].append(record.ended)
@@ -308,6 +369,19 @@ class MemorySteps:
         choice.finish = item.finish
         if record.num_open == 0:
             self._end(boxes, RequestEnded(request_id=item.request_id, reason="finished"), is_abort=False)
+
+    def _count_work(self, item: WorkItem) -> None:
+        self._drop_expired()
+        record = self.records.get(item.request_id)
+        if record is None or item.attempt > record.attempt:
+            return
+        said, before = WorkTime(item.prefill_us, item.decode_us), record.works.get(item.attempt, NO_WORK)
+        more = WorkTime(said.prefill_us - before.prefill_us, said.decode_us - before.decode_us)
+        if min(more) < 0 or not any(more):
+            return
+        record.works[item.attempt] = said
+        tenant = record.summary.tenant
+        self.worked[tenant] = self.worked.get(tenant, NO_WORK).plus(more)
 
     def _answer_held(self, worker_id: WorkerId, request_id: RequestId, attempt: int) -> CommitAnswer:
         record = self.records.get(request_id)

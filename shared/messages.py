@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shared.capacity import resident_tokens
 from shared.ids import RequestId, WorkerId
 
 WIRE_VERSION = 1
@@ -54,7 +55,8 @@ class SubmitRequest:
     """What the scheduler needs to know of a request; a wake-up in the stream, and the record's `summary`.
 
     Choice `c` is prompt `c // n`, sample `c % n`. `timeout_s` is the request deadline, counted by the leader's
-    monotonic clock from when it first saw the request.
+    monotonic clock from when it first saw the request. Lower `priority` runs first. `user` subdivides the tenant.
+    `prefixes` are the packed names of each prompt's first blocks (`shared/prefix.py`), for placement; may be empty.
     """
 
     request_id: RequestId
@@ -65,6 +67,9 @@ class SubmitRequest:
     n: int
     max_tokens: int
     timeout_s: float = 600.0
+    priority: int = 0
+    user: str = ""
+    prefixes: tuple[bytes, ...] = ()
 
     @property
     def num_choices(self) -> int:
@@ -84,8 +89,13 @@ class SubmitRequest:
 class RequestBody:
     """What a worker needs to compute a request and any gateway needs to render it again from its log.
 
-    `kind` is "completion" or "chat". `created` is unix seconds, shown to the client only. `response_format`-like
-    features will be new fields with defaults.
+    `kind` is "completion" or "chat". `created` is unix seconds, shown to the client only. `cache_salt` sets apart whose
+    cached prefixes the request may find, within its tenant. `response_format`-like features will be new fields with
+    defaults.
+
+    `num_returned` (`best_of`): of each prompt's `n` choices the client gets so many, those with the highest mean log
+    probability a token; None: all. `hides_logprobs`: the log holds logprobs for that comparison only.
+    `include_cost`: usage says what the request cost, so its worker writes that with each commit.
     """
 
     kind: str
@@ -98,14 +108,18 @@ class RequestBody:
     stream: bool = False
     include_usage: bool = False
     has_idempotency_key: bool = False
+    cache_salt: str = ""
+    num_returned: int | None = None
+    hides_logprobs: bool = False
+    include_cost: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
     """Run the named unfinished choices as attempt `attempt`; the worker reads body and log from the record.
 
-    `rank` is the scheduler's standing order: a worker that runs out of blocks evicts the highest rank first (rank
-    grows with arrival, so the youngest goes first). `crashes` ≥ 1: step it alone until it logs a token.
+    (`priority`, `rank`) is the scheduler's standing order: a worker that runs out of blocks evicts the highest first
+    (rank grows with arrival, so the youngest of the least urgent). `crashes` ≥ 1: step it alone until it logs a token.
     """
 
     request_id: RequestId
@@ -113,15 +127,21 @@ class RunRequest:
     choices: tuple[int, ...]
     rank: int
     crashes: int = 0
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptRequest:
-    """Give attempt `attempt` back (recompute later); void if the worker evicted anything after report `report_seq`."""
+    """Take attempt `attempt` out of the batch; void if the worker evicted anything after report `report_seq`.
+
+    Without `keeps` the worker gives it back, to be queued and computed again wherever. With it the request stays and
+    waits in its order; its blocks go to host memory if there is room there, else they are computed again.
+    """
 
     request_id: RequestId
     attempt: int
     report_seq: int
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +153,11 @@ class AbortRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHello:
-    """Who a worker is: constant for its incarnation. `num_blocks` are those usable by sequences."""
+    """Who a worker is: constant for its incarnation. `num_blocks` are those usable by sequences. With a prefix cache
+    requests that name equal prefixes share their blocks. Each sequence gets blocks for `reserved_tokens` at least.
+    `num_swap_blocks` fit into its host memory; `preemption_mode` is one of `shared/preemption.py`. A query sees
+    `window` tokens at most (0: all), a step computes `step_tokens` at most: what a sequence holds, by
+    `shared/capacity.py`. `settings`: further flags and their values, for people and `/metrics`."""
 
     worker_id: WorkerId
     model: str
@@ -146,13 +170,27 @@ class WorkerHello:
     max_num_seqs: int
     pid: int
     host: str
+    has_prefix_cache: bool = False
+    reserved_tokens: int = 0
+    num_swap_blocks: int = 0
+    preemption_mode: str = "auto"
+    settings: tuple[tuple[str, str], ...] = ()
+    window: int = 0
+    step_tokens: int = 0
+
+    @property
+    def num_resident(self) -> int:
+        """Most tokens of a sequence that are in blocks at once; 0: all."""
+        return resident_tokens(self.window, self.step_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldRequest:
     """One request that a worker holds: blocks in use, tokens known (prompt and output) over its choices.
 
-    `num_running` of its sequences have blocks and are in the batch, `num_waiting` wait inside the worker.
+    `num_shared_blocks` of the blocks were there before it was admitted; others may use them, too. `num_running` of its
+    sequences have blocks and are in the batch, `num_waiting` wait inside the worker, with `num_swapped_blocks` in host
+    memory.
     """
 
     request_id: RequestId
@@ -161,6 +199,8 @@ class HeldRequest:
     num_tokens: int
     num_running: int
     num_waiting: int
+    num_shared_blocks: int = 0
+    num_swapped_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +209,14 @@ class WorkerReport:
 
     `last_inbox_id` is the newest inbox entry applied: free blocks for planning = `free_blocks` − what was dispatched
     after it. `num_evictions` counts sequences the worker had to evict by itself; `num_preemptions` those plus the ones
-    it was told to.
+    it was told to. `num_prefix_queries` counts tokens of sequences that were admitted, `num_prefix_hits` those of them
+    that were found in the prefix cache. `prefixes_here` are packed names that it holds, new ones and in turns all
+    others, `prefixes_gone` those that it has forgotten since the report before. `num_live_tokens` lie in the blocks in
+    use, each of `block_size` tokens; `most_blocks_used` have been in use, and
+    `most_running` sequences have run, at the same time. `num_padded_rows` were computed for sequences that had ended.
+    `free_swap_blocks` of the host memory are free. `block_copy_s` and `token_s` are what copying a block one way and
+    computing a token of a prompt have cost lately, in seconds; 0: not known yet. `num_swapped_out` and `num_swapped_in`
+    count blocks copied to host memory and back, `num_swap_preemptions` those of the preemptions that did it.
     """
 
     worker_id: WorkerId
@@ -188,6 +235,21 @@ class WorkerReport:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_live_tokens: int = 0
+    most_blocks_used: int = 0
+    most_running: int = 0
+    num_padded_rows: int = 0
+    block_size: int = 0
+    free_swap_blocks: int = 0
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
+    num_swap_preemptions: int = 0
+    block_copy_s: float = 0.0
+    token_s: float = 0.0
+    prefixes_here: bytes = b""
+    prefixes_gone: bytes = b""
     is_draining: bool = False
 
 

@@ -27,13 +27,14 @@ from shared.bus import (
     NewRequest,
     ReportMessage,
     RequestRecord,
-    SubmitAnswer,
     SubmitOutcome,
     WorkerPulse,
+    WorkItem,
 )
 from shared.errors import WireError
 from shared.failpoints import failpoint
 from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId, worker_name
+from shared.limits import QueueDepth
 from shared.messages import (
     AbortRequest,
     PreemptRequest,
@@ -44,12 +45,16 @@ from shared.messages import (
     WorkerHello,
     WorkerReport,
 )
+from shared.prefix import new_key
 from shared.redis_link import RedisLink
-from shared.redis_records import parse_record, submit_arguments
+from shared.redis_records import parse_outcome, parse_record, submit_arguments
 from shared.redis_streams import RedisStreams
 from shared.redis_subscription import RedisSubscription
+from shared.work_time import WorkTime
+from shared.worker_wish import WorkerWish
 
 COMMIT_ANSWERS = (CommitAnswer.OK, CommitAnswer.GAP, CommitAnswer.STOP, CommitAnswer.LOST)
+WORK_PHASES = ("prefill", "decode")
 RECORDS_PER_CALL = 200
 """Records that one script loads: bounds how long it keeps Redis from other callers (about a millisecond)."""
 MEMORY_SAMPLE_S = 1.0
@@ -86,9 +91,9 @@ class RedisBus:
 
     async def submit(self, request: NewRequest) -> SubmitOutcome:
         arguments = submit_arguments(request, self._limits, await self._memory_limit())
-        answer, request_id, detail = await self._link.run(scripts.SUBMIT, *arguments)
+        reply = await self._link.run(scripts.SUBMIT, *arguments)
         failpoint("bus.submit.reply")
-        return SubmitOutcome(SubmitAnswer(answer.decode()), RequestId(request_id.decode()), detail.decode())
+        return parse_outcome(reply)
 
     async def load_record(self, request_id: RequestId) -> RequestRecord | None:
         return (await self.load_records([request_id]))[0]
@@ -130,8 +135,8 @@ class RedisBus:
     async def take_lead(self, token: str, seen: LeaderPulse) -> bool:
         return bool(await self._link.run(scripts.TAKE_LEAD, token, seen.token.encode("latin-1"), seen.beat))
 
-    async def raise_lead(self, token: str) -> None:
-        await self._link.run(scripts.RAISE_LEAD, token)
+    async def raise_lead(self, token: str, now_ms: int | None = None) -> None:
+        await self._link.run(scripts.RAISE_LEAD, token, "" if now_ms is None else now_ms)
 
     async def yield_lead(self, token: str) -> None:
         await self._link.run(scripts.YIELD_LEAD, token)
@@ -166,8 +171,10 @@ class RedisBus:
                     records.append(None)
         return records
 
-    async def dispatch(self, token: str, request_id: RequestId, worker_id: WorkerId, rank: int) -> DispatchOutcome:
-        answer, *entry = await self._link.run(scripts.DISPATCH, token, request_id, worker_id, rank)
+    async def dispatch(
+        self, token: str, request_id: RequestId, worker_id: WorkerId, rank: int, priority: int = 0
+    ) -> DispatchOutcome:
+        answer, *entry = await self._link.run(scripts.DISPATCH, token, request_id, worker_id, rank, priority)
         if not entry:
             return DispatchOutcome(DispatchAnswer(answer.decode()))
         return DispatchOutcome(DispatchAnswer.OK, EntryId(entry[0].decode()), entry[1])
@@ -193,6 +200,9 @@ class RedisBus:
     async def remove_gateway(self, token: str, gateway_id: GatewayId) -> list[RequestId]:
         return [RequestId(name.decode()) for name in await self._link.run(scripts.REMOVE_GATEWAY, token, gateway_id)]
 
+    async def want_workers(self, token: str, wish: WorkerWish) -> None:
+        await self._link.run(scripts.WANT_WORKERS, token, wish.num_workers, " ".join(wish.leaving))
+
     # WorkerOps
 
     async def hello(self, message: WorkerHello) -> None:
@@ -211,8 +221,11 @@ class RedisBus:
         if entry_ids:
             await self._link.call("XDEL", keys.inbox(worker_id), *entry_ids)
 
-    async def commit(self, worker_id: WorkerId, items: Sequence[CommitItem]) -> list[CommitOutcome]:
-        reply = await self._link.run(scripts.COMMIT, worker_id, _pack(items))
+    async def commit(
+        self, worker_id: WorkerId, items: Sequence[CommitItem], work: Sequence[WorkItem] = ()
+    ) -> list[CommitOutcome]:
+        arguments = (worker_id, _pack(items), _pack(work)) if work else (worker_id, _pack(items))
+        reply = await self._link.run(scripts.COMMIT, *arguments)
         failpoint("bus.commit.reply")
         pairs = zip(reply[::2], reply[1::2], strict=True)
         return [CommitOutcome(COMMIT_ANSWERS[code], length) for code, length in pairs]
@@ -250,6 +263,16 @@ class RedisBus:
                 await self._link.call("HDEL", keys.WORKERS, name)
         return pulses
 
+    async def read_wish(self) -> WorkerWish | None:
+        wanted, leaving = await self._link.call("HMGET", keys.WISH, "num_workers", "leaving")
+        if wanted is None:
+            return None
+        names = (leaving or b"").decode(errors="replace").split()
+        return WorkerWish(num_workers=_count(wanted), leaving=tuple(map(WorkerId, names)))
+
+    async def prefix_key(self) -> bytes:
+        return bytes(await self._link.run(scripts.PREFIX_KEY, new_key()))
+
     # GatewayOps
 
     async def gateway_beat(self, gateway_id: GatewayId) -> None:
@@ -257,6 +280,15 @@ class RedisBus:
 
     async def gateway_bye(self, gateway_id: GatewayId) -> None:
         await self._link.call("HDEL", keys.GATEWAYS, f"beat:{gateway_id}")
+
+    async def read_queue(self) -> QueueDepth:
+        num_sequences, num_tokens = await self._link.call("HMGET", keys.QUEUE, "sequences", "tokens")
+        return QueueDepth(num_sequences=_count(num_sequences), num_tokens=_count(num_tokens))
+
+    async def read_worked(self) -> dict[str, WorkTime]:
+        fields = await self._read_hash(keys.WORKED)
+        tenants = {tenant for phase, _, tenant in (name.partition(":") for name in fields) if phase in WORK_PHASES}
+        return {t: WorkTime(*(_count(fields.get(f"{phase}:{t}")) for phase in WORK_PHASES)) for t in sorted(tenants)}
 
     def subscribe(self, gateway_id: GatewayId) -> RedisSubscription:
         return RedisSubscription(self._link, self._streams, gateway_id)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from shared import keys
 from shared.ids import GatewayId, RequestId, WorkerId
+from shared.limits import MINUTE_MS
 from shared.messages import WIRE_VERSION
 
 MAX_CHOICES = 65536
@@ -29,6 +30,8 @@ NOT_LEADER = "LEADERLOST"
 
 NAMES = f"""
 local LIVE, LIVE_TOKENS, SUBMIT, REPORTS = '{keys.LIVE}', '{keys.LIVE_TOKENS}', '{keys.SUBMIT}', '{keys.REPORTS}'
+local QUEUE, IN_FLIGHT, SPENT, MINUTE_MS = '{keys.QUEUE}', '{keys.IN_FLIGHT}', '{keys.SPENT}', {MINUTE_MS}
+local WORKED = '{keys.WORKED}'
 local LEADER, WORKERS, GATEWAYS, DEVICES = '{keys.LEADER}', '{keys.WORKERS}', '{keys.GATEWAYS}', '{keys.DEVICES}'
 local REQ, LOG = '{keys.record(RequestId(""))}', '{keys.log(RequestId(""))}'
 local INBOX, CHANNEL = '{keys.inbox(WorkerId(""))}', '{keys.token_channel(GatewayId(""))}'
@@ -65,18 +68,35 @@ local function raise(key, field)
   return 1
 end
 
+local function add(key, field, n)
+  local sum = redis.pcall('HINCRBY', key, field, n)
+  if type(sum) == 'number' then return sum end
+  if redis.call('TYPE', key).ok ~= 'hash' then redis.call('DEL', key) end
+  redis.call('HSET', key, field, math.max(0, n))
+  return math.max(0, n)
+end
+
+-- Counts a request into (1) or out of (-1) what is queued.
+local function count_queued(key, sign)
+  local r = redis.call('HMGET', key, 'choices', 'prompt_tokens')
+  add(QUEUE, 'sequences', sign * num_choices(r[1]))
+  add(QUEUE, 'tokens', sign * whole(r[2], 0))
+end
+
 local function reserve(tokens)
   if type(redis.pcall('INCRBY', LIVE_TOKENS, tokens)) ~= 'number' then redis.call('SET', LIVE_TOKENS, tokens) end
 end
 
--- The compare-and-set of ending: true for one caller only.
-local function leave_live(id, reserved)
+-- The compare-and-set of ending: true for one caller only. Counters of nothing are no counters.
+local function leave_live(id, reserved, state, tenant)
   if redis.call('SREM', LIVE, id) == 0 then return false end
   if redis.call('SCARD', LIVE) == 0 then
-    redis.call('DEL', LIVE_TOKENS)
-  else
-    reserve(-whole(reserved, 0))
+    redis.call('DEL', LIVE_TOKENS, QUEUE, IN_FLIGHT)
+    return true
   end
+  reserve(-whole(reserved, 0))
+  if state == 'queued' then count_queued(REQ .. id, -1) end
+  if tenant and add(IN_FLIGHT, tenant, -1) <= 0 then redis.call('HDEL', IN_FLIGHT, tenant) end
   return true
 end
 """
@@ -95,6 +115,7 @@ end
 
 local function queue_again(key)
   redis.call('HSET', key, 'state', 'queued', 'owner', '')
+  count_queued(key, 1)
 end
 
 local function holds(key, worker, attempt)
@@ -156,7 +177,36 @@ local function publish(boxes)
 end
 """
 
+TENANT = """
+-- What a tenant has spent of its minute, in 1/MINUTE_MS of requests and tokens, by the cell's clock.
+local function read_spent(tenant, limits)
+  local clock = whole(redis.call('HGET', LEADER, 'clock_ms'), 0)
+  local r = redis.call('HMGET', SPENT, 'requests:' .. tenant, 'tokens:' .. tenant, 'at:' .. tenant)
+  local passed = math.min(MINUTE_MS, math.max(0, clock - whole(r[3], clock)))
+  local spent = {}
+  for i = 1, 2 do spent[i] = limits[i] and math.max(0, whole(r[i], 0) - passed * limits[i]) or 0 end
+  return spent, clock
+end
+
+local function charge(tenant, spent, clock)
+  redis.call('HSET', SPENT, 'requests:' .. tenant, string.format('%.0f', spent[1]), 'tokens:' .. tenant,
+      string.format('%.0f', spent[2]), 'at:' .. tenant, clock)
+end
+
+local function left_of(limit, spent)
+  return limit and math.max(0, limit - math.ceil(spent / MINUTE_MS)) or -1
+end
+"""
+
 END = """
+-- Gives back what a tenant spent in advance on tokens that there never were.
+local function refund(tenant, unused)
+  local spent = redis.pcall('HGET', SPENT, 'tokens:' .. tenant)
+  if unused <= 0 or type(spent) ~= 'string' then return end
+  spent = whole(spent, 0)
+  redis.call('HSET', SPENT, 'tokens:' .. tenant, string.format('%.0f', math.max(0, spent - unused * MINUTE_MS)))
+end
+
 local function count_tokens(key, choices)
   local total = 0
   for c = 0, choices - 1 do
@@ -174,8 +224,8 @@ end
 local function end_request(boxes, id, reason, kind, message, abort)
   local key = REQ .. id
   local r = redis.pcall('HMGET', key, 'state', 'owner', 'listeners', 'idem', 'choices', 'reserved', 'ttl_ms',
-      'prompt_tokens')
-  if not leave_live(id, r[6]) then return false end
+      'prompt_tokens', 'tenant', 'charged', 'attempt')
+  if not leave_live(id, r[6], r[1], r[9]) then return false end
   if not r[1] then
     redis.call('PEXPIRE', key, DEFAULT_TTL_MS)
     return false
@@ -188,12 +238,32 @@ local function end_request(boxes, id, reason, kind, message, abort)
   if r[4] and r[4] ~= '' then redis.call('PEXPIRE', r[4], ttl_ms) end
   local ended = cmsgpack.pack({t = 'ended', v = V, request_id = id, reason = reason, prompt_tokens = whole(r[8], 0),
       completion_tokens = completion, error_kind = kind, error_message = message})
+  if r[9] then refund(r[9], whole(r[10], 0) - (r[11] == '0' and 0 or whole(r[8], 0) + completion)) end
   tell(boxes, r[3], ended)
   redis.call('XADD', REPORTS, 'MAXLEN', '~', REPORTS_CAP, '*', 'id', id, 'd', ended)
   if abort and r[1] == 'running' and r[2] and is_known_worker(r[2]) then
     post(r[2], id, {t = 'abort', request_id = id})
   end
   return true
+end
+"""
+
+WORK = """
+-- Counts what a worker has computed for an attempt. It says the whole each time; what it had said before counted then.
+local function count_work(id, attempt, prefill, decode)
+  local key, field = REQ .. id, 'work:' .. attempt
+  local r = redis.pcall('HMGET', key, 'tenant', 'attempt', field)
+  if not r[1] or attempt > whole(r[2], 0) then return end
+  local before = {string.match(r[3] or '', '^(%d+) (%d+)$')}
+  local more = {prefill - whole(before[1], 0), decode - whole(before[2], 0)}
+  if math.min(more[1], more[2]) < 0 or more[1] + more[2] == 0 then return end
+  redis.call('HSET', key, field, string.format('%.0f %.0f', prefill, decode))
+  for i, phase in ipairs({'prefill', 'decode'}) do
+    if more[i] > 0 then
+      add(key, phase .. '_us', more[i])
+      add(WORKED, phase .. ':' .. r[1], more[i])
+    end
+  end
 end
 """
 

@@ -7,12 +7,22 @@ from typing import Any
 import msgspec
 
 from shared import keys, wire
-from shared.bus import BusLimits, ChoiceState, NewRequest, RequestRecord, RequestState
+from shared.bus import (
+    BusLimits,
+    ChoiceState,
+    NewRequest,
+    RequestRecord,
+    RequestState,
+    SubmitAnswer,
+    SubmitOutcome,
+)
 from shared.errors import WireError
 from shared.ids import RequestId, WorkerId
+from shared.limits import QueueDepth, RefusalReason, TenantBudget
 from shared.messages import RequestEnded, SubmitRequest
 from shared.redis_connection import Argument
 from shared.redis_scripts import RECORD_REPLY_FIELDS
+from shared.work_time import WorkTime
 
 Listeners = list[tuple[str, str]]
 
@@ -38,7 +48,38 @@ def submit_arguments(request: NewRequest, limits: BusLimits, memory_high: str) -
         limits.max_live_requests,
         limits.max_live_tokens,
         memory_high,
+        _or_empty(limits.max_queued_requests),
+        _or_empty(limits.max_queued_tokens),
+        summary.tenant,
+        _or_empty(request.tenant_limits.requests_per_minute),
+        _or_empty(request.tenant_limits.tokens_per_minute),
+        _or_empty(request.tenant_limits.max_in_flight),
     ]
+
+
+def parse_outcome(reply: list[Any]) -> SubmitOutcome:
+    """What the submit script answered."""
+    answer, request_id = SubmitAnswer(reply[0].decode()), RequestId(reply[1].decode())
+    if len(reply) == 2:
+        return SubmitOutcome(answer, request_id)
+    detail, reason, wait_ms, num_sequences, num_tokens, requests_left, tokens_left = reply[2:]
+    return SubmitOutcome(
+        answer,
+        request_id,
+        detail=detail.decode(),
+        reason=RefusalReason(reason.decode()) if reason else None,
+        wait_s=wait_ms / 1000,
+        queued=QueueDepth(num_sequences=num_sequences, num_tokens=num_tokens),
+        budget=TenantBudget(num_requests=_or_none(requests_left), num_tokens=_or_none(tokens_left)),
+    )
+
+
+def _or_empty(limit: int | None) -> int | str:
+    return "" if limit is None else limit
+
+
+def _or_none(left: int) -> int | None:
+    return None if left < 0 else left
 
 
 def parse_record(request_id: RequestId, row: list[Any]) -> RequestRecord:
@@ -71,6 +112,7 @@ def parse_record(request_id: RequestId, row: list[Any]) -> RequestRecord:
             crashes=int(fields["crashes"]),
             choices=tuple(_parse_choice(*choices[i : i + 3]) for i in range(0, len(choices), 3)),
             ended=_parse_ended(summary, fields) if state is RequestState.ENDED else None,
+            worked=WorkTime(int(fields["prefill_us"] or 0), int(fields["decode_us"] or 0)),
         )
     except (ValueError, TypeError, AttributeError, msgspec.MsgspecError) as error:
         raise WireError(f"a record that cannot be read: {error}") from None

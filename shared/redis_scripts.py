@@ -6,46 +6,81 @@ documented where `shared/redis_bus.py` calls them; `shared/bus.py` says what eac
 
 from __future__ import annotations
 
+from shared import keys
 from shared import redis_lua as lua
 from shared.redis_lua import script
 
 RECORD_REPLY_FIELDS = (
     "summary", "state", "order", "attempt", "owner", "listeners", "orphan_ttl_s", "preemptions", "crashes", "choices",
-    "reason", "prompt_tokens", "completion_tokens", "error_kind", "error_message",
+    "reason", "prompt_tokens", "completion_tokens", "error_kind", "error_message", "prefill_us", "decode_us",
 )  # fmt: skip
 """What `LOAD_RECORDS` answers first; then length, stop index and finish of each choice. What has no record, or one that
 is none, is not live."""
 
 
 SUBMIT = script(
+    lua.TENANT,
     """
 local id, summary, body, listeners, idem, body_hash = unpack(ARGV, 1, 6)
 local choices, prompt_tokens, reserved, orphan_ttl_s, ttl_ms = unpack(ARGV, 7, 11)
 local max_requests, max_tokens, memory_high = tonumber(ARGV[12]), tonumber(ARGV[13]), ARGV[14]
-if redis.call('EXISTS', REQ .. id) == 1 then return {'exists', id, ''} end
+local max_queued, max_queued_tokens = tonumber(ARGV[15]), tonumber(ARGV[16])
+local tenant, limits, max_in_flight = ARGV[17], {tonumber(ARGV[18]), tonumber(ARGV[19])}, tonumber(ARGV[20])
+if redis.call('EXISTS', REQ .. id) == 1 then return {'exists', id} end
 local known = idem ~= '' and redis.call('GET', idem)
 if known then
   local first, hash = string.match(known, '^(%S+) (.*)$')
   if redis.call('EXISTS', REQ .. first) == 1 then
-    return {hash == body_hash and 'exists' or 'conflict', first, ''}
+    return {hash == body_hash and 'exists' or 'conflict', first}
   end
 end
-if memory_high ~= '' then return {'full', id, memory_high} end
+
+local q = redis.call('HMGET', QUEUE, 'sequences', 'tokens')
+local queued, queued_tokens = whole(q[1], 0), whole(q[2], 0)
+local spent, clock = read_spent(tenant, limits)
+local cost = {MINUTE_MS, tonumber(reserved) * MINUTE_MS}
+local function refuse(answer, reason, detail, wait_ms)
+  return {answer, id, detail, reason, wait_ms or 0, queued, queued_tokens, left_of(limits[1], spent[1]),
+      left_of(limits[2], spent[2])}
+end
+if memory_high ~= '' then return refuse('full', 'memory', memory_high) end
+if max_in_flight and whole(redis.call('HGET', IN_FLIGHT, tenant), 0) >= max_in_flight then
+  return refuse('limited', 'tenant_in_flight', 'requests in flight: at most ' .. max_in_flight)
+end
+for i, what in ipairs({'requests', 'tokens'}) do
+  local over = limits[i] and spent[i] + cost[i] - limits[i] * MINUTE_MS or 0
+  if over > 0 then
+    local detail = what .. ' per minute: at most ' .. ARGV[17 + i]
+    return refuse('limited', 'tenant_' .. what, detail, math.ceil(over / limits[i]))
+  end
+end
 if redis.call('SCARD', LIVE) >= max_requests then
-  return {'full', id, 'live requests: at most ' .. max_requests}
+  return refuse('full', 'live_requests', 'live requests: at most ' .. max_requests)
 end
 if whole(redis.call('GET', LIVE_TOKENS), 0) + tonumber(reserved) > max_tokens then
-  return {'full', id, 'tokens of live requests: at most ' .. max_tokens}
+  return refuse('full', 'live_tokens', 'tokens of live requests: at most ' .. max_tokens)
 end
+if max_queued and queued > 0 and queued + choices > max_queued then
+  return refuse('full', 'queued_requests', 'queued requests: at most ' .. max_queued)
+end
+if max_queued_tokens and queued > 0 and queued_tokens + prompt_tokens > max_queued_tokens then
+  return refuse('full', 'queued_tokens', 'prompt tokens of queued requests: at most ' .. max_queued_tokens)
+end
+
 local order = redis.call('XADD', SUBMIT, '*', 'id', id, 'd', summary)
 redis.call('HSET', REQ .. id, 'summary', summary, 'body', body, 'state', 'queued', 'order', order, 'attempt', 0,
     'owner', '', 'listeners', listeners, 'orphan_ttl_s', orphan_ttl_s, 'choices', choices, 'open', choices, 'reserved',
-    reserved, 'ttl_ms', ttl_ms, 'preemptions', 0, 'crashes', 0, 'idem', idem, 'prompt_tokens', prompt_tokens)
+    reserved, 'ttl_ms', ttl_ms, 'preemptions', 0, 'crashes', 0, 'idem', idem, 'prompt_tokens', prompt_tokens, 'tenant',
+    tenant, 'charged', limits[2] and reserved or 0)
 redis.call('SADD', LIVE, id)
 reserve(reserved)
+count_queued(REQ .. id, 1)
+add(IN_FLIGHT, tenant, 1)
+for i = 1, 2 do spent[i] = limits[i] and spent[i] + cost[i] or 0 end
+if limits[1] or limits[2] then charge(tenant, spent, clock) end
 if idem ~= '' then redis.call('SET', idem, id .. ' ' .. body_hash) end
-return {'new', id, ''}
-"""
+return {'new', id, '', '', 0, 0, 0, left_of(limits[1], spent[1]), left_of(limits[2], spent[2])}
+""",
 )
 
 LOAD_RECORDS = script(
@@ -55,7 +90,7 @@ local rows = {}
 for i, id in ipairs(ARGV) do
   local row = redis.pcall('HMGET', REQ .. id, unpack(FIELDS))
   if not row[1] then
-    leave_live(id, '0')
+    leave_live(id, '0', '')
     redis.call('DEL', REQ .. id, LOG .. id)
   end
   for c = 0, row[1] and num_choices(row[10]) - 1 or -1 do
@@ -137,6 +172,7 @@ if r[1] == token then return 1 end
 if (r[1] or '') ~= seen_token or whole(r[2], 0) ~= tonumber(seen_beat) then return 0 end
 write_when_full()
 redis.call('HSET', LEADER, 'token', token)
+redis.call('HDEL', LEADER, 'at_ms')
 raise(LEADER, 'beat')
 return 1
 """
@@ -147,6 +183,11 @@ RAISE_LEAD = script(
     """
 if not leads(ARGV[1]) then return NOT_LEADER end
 write_when_full()
+if ARGV[2] ~= '' then
+  local r, now = redis.call('HMGET', LEADER, 'at_ms', 'clock_ms'), tonumber(ARGV[2])
+  local passed = math.max(0, now - whole(r[1], now))
+  redis.call('HSET', LEADER, 'at_ms', ARGV[2], 'clock_ms', string.format('%.0f', whole(r[2], 0) + passed))
+end
 return raise(LEADER, 'beat')
 """,
 )
@@ -176,7 +217,7 @@ DISPATCH = script(
     lua.RECORDS,
     """
 if not leads(ARGV[1]) then return NOT_LEADER end
-local id, worker, rank = ARGV[2], ARGV[3], tonumber(ARGV[4])
+local id, worker, rank, priority = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 local key = REQ .. id
 local r = redis.call('HMGET', key, 'state', 'attempt', 'crashes', 'choices')
 if not r[1] or r[1] == 'ended' then return {'ended'} end
@@ -189,8 +230,9 @@ for c = 0, tonumber(r[4]) - 1 do
 end
 local attempt = tonumber(r[2]) + 1
 redis.call('HSET', key, 'state', 'running', 'owner', worker, 'attempt', attempt)
+count_queued(key, -1)
 local entry = post(worker, id, {t = 'run', request_id = id, attempt = attempt, choices = open, rank = rank,
-    crashes = tonumber(r[3])})
+    crashes = tonumber(r[3]), priority = priority})
 return {'ok', entry, attempt}
 """,
 )
@@ -245,6 +287,17 @@ return orphans
 """,
 )
 
+WANT_WORKERS = script(
+    lua.LEADER,
+    f"local WISH = '{keys.WISH}'",
+    """
+if not leads(ARGV[1]) then return NOT_LEADER end
+redis.call('DEL', WISH)
+redis.call('HSET', WISH, 'num_workers', ARGV[2], 'leaving', ARGV[3])
+return 1
+""",
+)
+
 HELLO = script(
     lua.RECORDS,
     lua.WORKER_GONE,
@@ -272,6 +325,7 @@ COMMIT = script(
     lua.RECORDS,
     lua.TELL,
     lua.END,
+    lua.WORK,
     """
 local OK, GAP, STOP, LOST = 0, 1, 2, 3
 local CHUNK = string.char(133) .. cmsgpack.pack('t', 'chunk', 'v', V, 'request_id')
@@ -302,8 +356,12 @@ local function commit(id, attempt, choice, start, entries, finish)
   return OK, last
 end
 
-local answers = {}
-for _, item in ipairs(cmsgpack.unpack(ARGV[2])) do
+local items, answers = cmsgpack.unpack(ARGV[2]), {}
+if ARGV[3] then
+  if #items == 0 then write_when_full() end
+  for _, work in ipairs(cmsgpack.unpack(ARGV[3])) do count_work(unpack(work, 1, 4)) end
+end
+for _, item in ipairs(items) do
   local n = #answers
   answers[n + 1], answers[n + 2] = commit(unpack(item, 1, 6))
 end
@@ -311,7 +369,8 @@ publish(boxes)
 return answers
 """,
 )
-"""Items are packed as they are, [id, attempt, choice, start, entries, finish]; answers are code, length, code, ..."""
+"""Items are packed as they are, [id, attempt, choice, start, entries, finish], and so is work, if there is any,
+[id, attempt, prefill, decode]; answers are code, length, code, ..."""
 
 BEAT = script(
     lua.RECORDS,
@@ -377,6 +436,15 @@ return free
 )
 """`name` is the worker's id without its random part: a claim by an earlier start of the same name that never came to
 say hello is free. Other claims go with their worker (requeue, bye)."""
+
+PREFIX_KEY = script(
+    f"local PREFIX_KEY = '{keys.PREFIX_KEY}'",
+    """
+write_when_full()
+redis.call('SET', PREFIX_KEY, ARGV[1], 'NX')
+return redis.call('GET', PREFIX_KEY)
+""",
+)
 
 GATEWAY_BEAT = script(
     """

@@ -84,6 +84,5 @@ async def find_leaks(link: Any, *, may_leave_live: bool = False) -> list[str]:
                 leaks.append(f"{name} of a worker that is gone")
         elif name not in keys.STANDING_KEYS:
             leaks.append(f"{name} is not declared")
-    if not live and await link.call("EXISTS", keys.LIVE_TOKENS):
-        leaks.append(f"{keys.LIVE_TOKENS} counts tokens of no request")
-    return leaks
+    counts = [] if live else [keys.LIVE_TOKENS, keys.QUEUE, keys.IN_FLIGHT]
+    return leaks + [f"{name} counts what is of no request" for name in counts if await link.call("EXISTS", name)]

@@ -10,20 +10,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("shared", "kernels", "gateway", "scheduler_svc", "gpu_worker", "quire")
+PACKAGES = ("shared", "kernels", "gateway", "scheduler_svc", "gpu_worker", "autoscaler", "quire")
 MAY_IMPORT = {
     "shared": {"shared"},
     "kernels": {"kernels"},
     "gateway": {"gateway", "shared"},
     "scheduler_svc": {"scheduler_svc", "shared"},
     "gpu_worker": {"gpu_worker", "kernels", "shared"},
-    "quire": set(PACKAGES),
+    "autoscaler": {"autoscaler", "shared"},
+    "quire": set(PACKAGES) - {"autoscaler"},
 }
 ONLY_IN = {
     "redis": ("shared/redis_",),
     "hiredis": ("shared/redis_connection.py",),
     "aiohttp": ("gateway/", "quire/bench/"),
     "torch": ("gpu_worker/", "kernels/", "quire/bench/random_model.py", "quire/bench/gpu", "quire/smollm2.py"),
+    "docker": ("autoscaler/docker_containers.py",),
     "pickle": (),
     "transformers": (),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = {"shared", "kernels", "gateway", "scheduler_svc", "gpu_worker", "quire"}
+OURS = {"shared", "kernels", "gateway", "scheduler_svc", "gpu_worker", "quire", "autoscaler"}
 NOT_IN_IMAGES = {"triton"}  # comes with CUDA builds of torch
 
 
@@ -36,9 +36,10 @@ def required(name: str) -> set[str]:
     ("places", "lists"),
     [
         (("shared", "gateway", "scheduler_svc"), ("services",)),
+        (("shared", "autoscaler"), ("services", "autoscaler")),
         (("shared", "kernels", "gpu_worker", "quire/checkpoint.py", "quire/smollm2.py"), ("services", "worker")),
     ],
-    ids=["services", "worker"],
+    ids=["services", "autoscaler", "worker"],
 )
 def test_images_have_what_is_imported(places: tuple[str, ...], lists: tuple[str, ...]) -> None:
     """Each module that a service imports should be in the list that its image installs."""
@@ -49,6 +50,6 @@ def test_images_have_what_is_imported(places: tuple[str, ...], lists: tuple[str,
 def test_required_packages_are_pinned() -> None:
     """Each package of the images should have its version in constraints.txt, and torch the set-up's version."""
     pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
-    assert (required("services") | required("worker")) - pinned == set()
+    assert (required("services") | required("worker") | required("autoscaler")) - pinned == set()
     (torch,) = {line for line in (ROOT / "deploy/Dockerfile").read_text().splitlines() if line.startswith("ARG TORCH=")}
     assert f"DEFAULT_TORCH := {torch.removeprefix('ARG TORCH=')}" in (ROOT / "Makefile").read_text().splitlines()

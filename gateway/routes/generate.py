@@ -24,7 +24,8 @@ async def post_chat(request: web.Request) -> web.StreamResponse:
 
 
 async def get_stream(request: web.Request) -> web.StreamResponse:
-    """A stream again, from the event after `Last-Event-ID`; by any gateway, for the tenant that began it."""
+    """A stream again, from the event after `Last-Event-ID`; by any gateway, for the tenant that began it. What
+    `best_of` chooses from cannot be streamed: its answer comes whole."""
     gateway, started = request.app[GATEWAY], time.monotonic()
     gateway.drain.check()
     after = last_event_id(request)
@@ -32,7 +33,7 @@ async def get_stream(request: web.Request) -> web.StreamResponse:
         delivery = await join(gateway, request.match_info["request_id"], request[TENANT])
         watch = ResponseWatch(gateway.metrics, delivery.request_id, is_counted=False, started=started)
         exchange = Exchange(gateway=gateway, request=request, delivery=delivery, watch=watch, ignored=[], after=after)
-        return await exchange.respond(is_stream=True)
+        return await exchange.respond(is_stream=delivery.body.num_returned is None)
 
 
 async def _generate(request: web.Request, kind: str) -> web.StreamResponse:
@@ -44,14 +45,16 @@ async def _generate(request: web.Request, kind: str) -> web.StreamResponse:
         async with body_of(request) as data:
             intake, worker = await gateway.desk.take(kind, data, gateway.health)
         request[REQUEST_ID] = intake.request_id
-        delivery, is_new = await submit(gateway, intake, worker=worker, tenant=request[TENANT], idempotency_key=key)
-        watch = ResponseWatch(gateway.metrics, delivery.request_id, is_counted=is_new, started=started)
+        sent = await submit(gateway, intake, worker=worker, tenant=request[TENANT], idempotency_key=key)
+        delivery = sent.delivery
+        watch = ResponseWatch(gateway.metrics, delivery.request_id, is_counted=sent.is_new, started=started)
         exchange = Exchange(
             gateway=gateway,
             request=request,
             delivery=delivery,
             watch=watch,
             ignored=intake.ignored,
-            after=None if is_new else after,
+            after=None if sent.is_new else after,
+            headers=sent.headers,
         )
         return await exchange.respond(is_stream=delivery.body.stream)

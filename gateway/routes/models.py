@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.openai import DetokenizeBody, TokenizeBody, parse_body, parse_json
-from gateway.prompt import IdsPrompt, read_messages, read_prompts
+from gateway.prompt import read_messages
 from gateway.routes.body import body_of
 from gateway.state import GATEWAY, Gateway
 from shared.errors import InvalidRequest
@@ -60,11 +60,10 @@ def _detokenize(gateway: Gateway, data: bytes) -> str:
     gateway.desk.check_model(body.model)
     if body.tokens == []:
         return ""
-    prompts = read_prompts(body.tokens)
-    if len(prompts) != 1 or not isinstance(prompts[0], IdsPrompt):
+    if not isinstance(body.tokens, list) or set(map(type, body.tokens)) != {int}:
         raise InvalidRequest("tokens: must be a list of token ids", param="tokens")
-    ids = gateway.desk.encoder.encode(prompts[0])
-    return str(gateway.folder.tokenizer.decode(list(ids), skip_special_tokens=False))
+    gateway.desk.encoder.check_ids(body.tokens, "tokens")
+    return str(gateway.folder.tokenizer.decode(body.tokens, skip_special_tokens=False))
 
 
 def _card(gateway: Gateway, name: str) -> dict[str, Any]:

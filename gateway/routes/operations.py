@@ -38,5 +38,5 @@ async def get_metrics(request: web.Request) -> web.Response:
     if request.query.get("scope") == "process":
         body = gateway.metrics.render_process()
     else:
-        body = gateway.metrics.render_cell(await gateway.cell.totals())
+        body = gateway.metrics.render_cell(await gateway.cell.totals(), gateway.health.live_workers())
     return web.Response(body=body, headers={"Content-Type": _METRICS_TYPE})

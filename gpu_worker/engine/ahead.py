@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gpu_worker.engine.batch_plan import BatchPlan, PlannedChunk
+from gpu_worker.engine.chunks import BatchPlan, PlannedChunk
 from gpu_worker.engine.sequence import Sequence, SequenceStatus
 from gpu_worker.engine.stopping import max_known
 
@@ -28,7 +28,7 @@ _UNKNOWN_TOKEN = 0
 @contextmanager
 def assume_computed(plan: BatchPlan) -> Iterator[None]:
     """Within the block, sequences are as if `plan` were computed; each drawn token is unknown."""
-    chunks = living(plan)
+    chunks = [chunk for chunk in living(plan) if not chunk.is_padding]
     for chunk in chunks:
         chunk.sequence.num_computed += chunk.length
         if chunk.is_sampling:
@@ -43,13 +43,21 @@ def assume_computed(plan: BatchPlan) -> Iterator[None]:
 
 
 def living(plan: BatchPlan) -> list[PlannedChunk]:
-    """The chunks of sequences that have not ended since they were planned."""
-    return [chunk for chunk in plan.chunks if chunk.sequence.status is not SequenceStatus.ENDED]
+    """The chunks that still are what their sequences need: none has ended, been evicted or been set back (by the end of
+    one that was to compute its prefix) since it was planned."""
+    return [chunk for chunk in plan.chunks if is_living(chunk)]
+
+
+def is_living(chunk: PlannedChunk) -> bool:
+    """Whether its sequence runs and is where the chunk begins, or pads a batch that goes on."""
+    if chunk.is_padding:
+        return bool(chunk.sequence.block_ids)
+    return chunk.sequence.status is SequenceStatus.RUNNING and chunk.start == chunk.sequence.num_computed
 
 
 def will_end(plan: BatchPlan, max_model_len: int) -> set[Sequence]:
     """Sequences that come to their largest length with `plan`."""
-    sampling = (chunk.sequence for chunk in plan.chunks if chunk.is_sampling)
+    sampling = (chunk.sequence for chunk in plan.chunks if chunk.is_sampling and not chunk.is_padding)
     return {s for s in sampling if s.num_known + 1 >= max_known(s, max_model_len)}
 
 

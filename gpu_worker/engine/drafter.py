@@ -28,8 +28,8 @@ from gpu_worker.engine.ngram_index import NgramIndex
 from gpu_worker.engine.stopping import max_known
 
 if TYPE_CHECKING:
-    from gpu_worker.engine.batch_plan import PlannedChunk
     from gpu_worker.engine.block_pool import BlockPool
+    from gpu_worker.engine.chunks import PlannedChunk
     from gpu_worker.engine.sequence import Sequence
     from gpu_worker.engine.step_cost import StepCost
     from shared.speculation import SpeculationConfig

@@ -24,22 +24,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from gpu_worker.engine.ahead import assume_computed, living, will_end, without_ended
-from gpu_worker.engine.batch_plan import BatchPlan, BatchPlanner, DrawnToken, ModelRunner, PlannedChunk
-from gpu_worker.engine.block_pool import BlockPool
+from gpu_worker.engine.ahead import assume_computed, is_living, will_end, without_ended
+from gpu_worker.engine.batch_plan import BatchPlanner, DrawnToken, ModelRunner
+from gpu_worker.engine.chunks import BatchPlan, PlannedChunk
 from gpu_worker.engine.drafter import Drafter, count_equal
+from gpu_worker.engine.kv_window import KvWindow
+from gpu_worker.engine.prefix_cache import PrefixCache
 from gpu_worker.engine.sequence import Sequence, SequenceStatus
+from gpu_worker.engine.static_batch import StaticBatch
 from gpu_worker.engine.step_cost import StepCost
+from gpu_worker.engine.step_work import StepWork, share_out
 from gpu_worker.engine.stopping import finish_reason, max_known
+from gpu_worker.engine.swap import HostMemory, SwapSpace
+from gpu_worker.engine.view import EngineView, describe
+from shared.capacity import blocks_for, resident_tokens
 from shared.clock import Clock
 from shared.errors import InvalidRequest, QuireError
 from shared.ids import RequestId
 from shared.log import FinishEntry, LogEntry, TokenEntry
 from shared.logs import get_log
-from shared.messages import HeldRequest
 from shared.speculation import SpeculationConfig
 
 MAX_FAILURES_IN_A_ROW = 8
@@ -64,32 +70,12 @@ class NewEntries(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`failed`: (request, attempt) that the model cannot compute; the engine holds them no longer."""
+    """`failed`: (request, attempt) that the model cannot compute; the engine holds them no longer. `work`: whose the
+    step's time was, of those that have left meanwhile, too; empty without a clock."""
 
     entries: tuple[NewEntries, ...] = ()
     failed: tuple[tuple[RequestId, int], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineView:
-    """A snapshot for reports. Counters rise for the life of the engine; the prompt of a sequence counts once, with its
-    first token. `running` describes those of the `num_held` requests of which a sequence runs; the others hold no block
-    and do not change, so whoever handed them in can describe them, and a view need not look at a long queue."""
-
-    num_blocks: int
-    free_blocks: int
-    num_running: int
-    num_waiting: int
-    num_steps: int
-    num_evictions: int
-    num_preemptions: int
-    num_prompt_tokens: int
-    num_generation_tokens: int
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    num_held: int
-    running: dict[RequestId, HeldRequest] = field(default_factory=dict)
+    work: tuple[StepWork, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +98,19 @@ class Engine:
         max_model_len: most tokens a sequence may come to, prompt and output.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step.
+        is_chunking: prompts are cut to what a step has left; else a step takes whole ones, for which it must have room.
         max_step_s: a step in which some decode takes no more of prompts than fits into this time.
         clock: times steps, for `max_step_s`; None: nothing is known of their time.
         speculation: how drafts are made; None: there are none.
+        prefix_key: of the names of prefixes.
+        has_prefix_cache: requests find prefixes that others have computed.
+        is_static: nobody is admitted while a batch runs, and who has ended stays in it as padding (`static_batch.py`).
+        reserved_tokens: a sequence is admitted with blocks of its own for so many tokens, whatever it needs.
+        window: most tokens that a query sees, itself among them: blocks before them are freed; 0: it sees all. Neither
+            with `reserved_tokens` nor with `is_static`.
+        host_memory: where blocks of those who give way may be kept; None: they compute again. Neither for a static
+            batch, reserved memory nor a window.
+        preemption_mode: of `shared/preemption.py`.
     """
 
     def __init__(
@@ -124,36 +120,49 @@ class Engine:
         max_model_len: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        is_chunking: bool = True,
         max_step_s: float = math.inf,
         clock: Clock | None = None,
         speculation: SpeculationConfig | None = None,
+        prefix_key: bytes = b"",
+        has_prefix_cache: bool = False,
+        reserved_tokens: int = 0,
+        is_static: bool = False,
+        window: int = 0,
+        host_memory: HostMemory | None = None,
+        preemption_mode: str = "auto",
     ) -> None:
-        self._clock = clock
+        assert host_memory is None or not (is_static or reserved_tokens or window), "not where blocks are kept or freed"
+        self._runner, self._clock, self._max_model_len = runner, clock, max_model_len
         self._in_flight: _Started | None = None
-        self._runner = runner
-        self._max_model_len = max_model_len
-        self._pool = BlockPool(runner.num_blocks, runner.block_size)
-        self._cost = StepCost(runner.key_cost)
-        self._drafter = None
-        if speculation is not None:
-            self._drafter = Drafter(
-                speculation, cost=self._cost, pool=self._pool, max_model_len=max_model_len, max_step_s=max_step_s
-            )
+        kept = KvWindow(window, max_num_batched_tokens, runner.block_size)
+        sizes = (runner.num_blocks, runner.block_size)
+        self._cache = PrefixCache(*sizes, prefix_key, is_shared=has_prefix_cache, window=kept)
+        self._pool = self._cache.pool
+        self._num_resident = resident_tokens(window, max_num_batched_tokens)
+        self._cost = StepCost(runner.key_cost, window)
+        self._drafter = None if speculation is None else Drafter(
+            speculation, cost=self._cost, pool=self._pool, max_model_len=max_model_len, max_step_s=max_step_s
+        )  # fmt: skip
+        self._swap = SwapSpace(host_memory, preemption_mode, self._cost, self._pool)
         self._planner = BatchPlanner(
-            self._pool,
-            max_step_s=max_step_s,
+            self._cache,
+            self._swap,
+            max_step_s=max_step_s if is_chunking else math.inf,
+            is_chunking=is_chunking,
+            reserved_tokens=reserved_tokens,
+            static=StaticBatch() if is_static else None,
             cost=self._cost,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             forget=runner.forget,
             drafter=self._drafter,
+            window=kept,
         )
         self._held: dict[RequestId, list[Sequence]] = {}
-        self._num_steps = 0
-        self._num_preempted = 0
-        self._num_prompt_tokens = 0
-        self._num_generation_tokens = 0
-        self._num_failures_in_a_row = 0
+        self._has_anyone_left = False
+        self._num_steps = self._num_preempted = self._num_failures_in_a_row = 0
+        self._num_prompt_tokens = self._num_generation_tokens = self._num_padded_rows = 0
 
     @property
     def has_work(self) -> bool:
@@ -177,7 +186,7 @@ class Engine:
                 f"{sequence.num_known} tokens leave none to generate: the limit is {limit}",
                 code="context_length_exceeded",
             )
-        if self._pool.blocks_for(limit - 1) > self._pool.num_blocks:
+        if blocks_for(limit - 1, self._pool.block_size, self._num_resident) > self._pool.num_blocks:
             raise InvalidRequest(
                 f"{limit} tokens of prompt and output do not fit the KV cache of "
                 f"{self._pool.num_blocks * self._pool.block_size} tokens",
@@ -188,15 +197,24 @@ class Engine:
 
     def drop(self, request_id: RequestId, choice: int | None = None) -> bool:
         """Forget a request, or one choice of it; its blocks are free for the next plan. Whether it was held."""
+        self._has_anyone_left = True
         dropped = [s for s in self._held.get(request_id, ()) if choice in (None, s.choice)]
         for sequence in dropped:
             self._remove(sequence)
         return bool(dropped)
 
-    def preempt(self, request_id: RequestId) -> bool:
-        """As `drop`, counted: the scheduler wants the request elsewhere or later. Whether it was held."""
-        self._num_preempted += len(self._held.get(request_id, ()))
-        return self.drop(request_id)
+    def preempt(self, request_id: RequestId, *, keeps: bool = False) -> bool:
+        """As `drop`, counted: the scheduler wants the request elsewhere or later. With `keeps`, later: its sequences
+        wait in here, those that run are set aside (`BatchPlanner`). Whether it was held."""
+        held = self._held.get(request_id, [])
+        if not keeps:
+            self._num_preempted += len(held)
+            return self.drop(request_id)
+        self._has_anyone_left = True
+        for sequence in [s for s in held if s.status is SequenceStatus.RUNNING]:
+            self._num_preempted += 1
+            self._planner.set_aside(sequence)
+        return bool(held)
 
     def clear(self) -> None:
         """Forget everything; waits for the step in flight."""
@@ -226,32 +244,53 @@ class Engine:
         try:
             drawn = self._finish(step)
         except Exception as error:
-            return self._survive(step.plan, error)
+            work = share_out(step.plan, self._cost, self._seconds_since(step))
+            return replace(self._survive(step.plan, error), work=work)
+        seconds = self._learn(step)
         gains = self._keep(step.plan, drawn)
         if goes_on is not None and ahead is not None and goes_on() and (rest := without_ended(ahead)).chunks:
             self._in_flight = self._start(rest)
-        return StepOutput(tuple(map(_to_entries, gains)))
+        return StepOutput(tuple(map(_to_entries, gains)), work=share_out(step.plan, self._cost, seconds))
 
     def view(self) -> EngineView:
         """What the engine holds now, O(running sequences)."""
         running = dict.fromkeys(sequence.request_id for sequence in self._planner.running)
+        running.update(dict.fromkeys(self._swap.request_ids))
+        num_empty = sum(max(0, len(s.block_ids) * self._pool.block_size - s.num_known) for s in self._planner.running)
         drafter = self._drafter
         return EngineView(
             num_blocks=self._pool.num_blocks,
+            block_size=self._pool.block_size,
             free_blocks=self._pool.num_free,
+            most_blocks_used=self._pool.most_owned,
             num_running=len(self._planner.running),
+            most_running=self._planner.most_running,
             num_waiting=len(self._planner.waiting),
             num_steps=self._num_steps,
             num_evictions=self.num_evictions,
             num_preemptions=self.num_evictions + self._num_preempted,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
+            num_padded_rows=self._num_padded_rows,
             num_drafts=drafter.num_drafts if drafter is not None else 0,
             num_draft_tokens=drafter.num_draft_tokens if drafter is not None else 0,
             num_accepted_tokens=drafter.num_accepted_tokens if drafter is not None else 0,
+            num_prefix_queries=self._cache.num_queried_tokens,
+            num_prefix_hits=self._cache.num_hit_tokens,
+            num_live_tokens=(self._pool.num_blocks - self._pool.num_free) * self._pool.block_size - num_empty,
             num_held=len(self._held),
-            running={request_id: _describe(self._held[request_id]) for request_id in running},
+            num_swap_preemptions=self._swap.num_sequences,
+            free_swap_blocks=self._swap.num_free,
+            num_swapped_out=self._swap.num_copied_out,
+            num_swapped_in=self._swap.num_copied_back,
+            block_copy_s=self._swap.block_copy_s,
+            token_s=self._cost.unit_s,
+            running={request_id: describe(self._held[request_id], self._swap) for request_id in running},
         )
+
+    def take_prefix_changes(self) -> list[tuple[bytes, bool]]:
+        """Names of prefixes that can be found (True) or not any more, since the last call."""
+        return self._cache.take_changes()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks, queues and requests agree."""
@@ -261,7 +300,9 @@ class Engine:
         assert all(s.status is not SequenceStatus.ENDED for s in held)
 
     def _start(self, plan: BatchPlan) -> _Started:
-        """Start a step; if that fails, finishing it does."""
+        """Start a step, behind all copies that were noted; if it fails, finishing it does."""
+        self._copy()
+        self._has_anyone_left = False
         started_at = 0.0 if self._clock is None else self._clock.now()
         try:
             self._runner.start(plan)
@@ -269,21 +310,41 @@ class Engine:
             return _Started(plan, started_at, error)
         return _Started(plan, started_at)
 
+    def _copy(self, *, is_computing: bool = False) -> None:
+        """Make the copies that were noted, of those that may be made meanwhile while a step `is_computing`."""
+        try:
+            self._swap.copy(is_computing=is_computing, may_bring_back=not self._has_anyone_left)
+        except Exception as error:
+            raise EngineBroken(f"blocks can't be copied from or to host memory ({type(error).__name__})") from error
+
     def _finish(self, step: _Started) -> list[DrawnToken]:
-        """What the step drew; learns what it cost."""
+        """What the step drew."""
         if step.error is not None:
             raise step.error
-        drawn = self._runner.finish()
+        return self._runner.finish()
+
+    def _learn(self, step: _Started) -> float:
+        """Learn what a step cost that is over now; its seconds."""
+        seconds = self._seconds_since(step)
         if self._clock is not None:
             units = sum(self._cost.units(chunk.start, chunk.num_rows) for chunk in step.plan.chunks)
-            self._cost.observe(units, self._clock.now() - step.at)
-        return drawn
+            self._cost.observe(units, seconds)
+        return seconds
+
+    def _seconds_since(self, step: _Started) -> float:
+        """Since the start of a step; 0 without a clock."""
+        return 0.0 if self._clock is None else self._clock.now() - step.at
 
     def _prepare(self, plan: BatchPlan) -> BatchPlan | None:
-        """Make the step behind `plan`, which computes, ready; None when it must be planned afterwards, as all are that
-        may have drafts: what to try depends on the tokens that are being drawn."""
-        if self._drafter is not None:
-            return None
+        """Make the step behind `plan`, which computes, ready; None when it must be planned afterwards. So are all that
+        may have drafts: what to try depends on the tokens that are being drawn. And one behind a step whose sequences
+        were set aside meanwhile: back again, they would seem to be those that it computes."""
+        has_set_aside = any(chunk.sequence.status is SequenceStatus.WAITING for chunk in plan.chunks)
+        ahead = None if has_set_aside or self._drafter is not None else self._plan_ahead(plan)
+        self._copy(is_computing=True)
+        return ahead
+
+    def _plan_ahead(self, plan: BatchPlan) -> BatchPlan | None:
         ending = will_end(plan, self._max_model_len)
         with assume_computed(plan):
             ahead = self._planner.plan_ahead(ending)
@@ -297,12 +358,16 @@ class Engine:
         rest, gains = iter(drawn), []
         for chunk in plan.chunks:
             tokens = [next(rest) for _ in range(1 + len(chunk.draft))] if chunk.is_sampling else []
-            if chunk.sequence.status is SequenceStatus.ENDED:
+            self._num_padded_rows += chunk.is_padding
+            if chunk.is_padding or not is_living(chunk):
                 self._runner.forget(chunk.sequence)  # it may have been given a row again when its token was drawn
                 continue
             chunk.sequence.num_computed += chunk.length
+            self._cache.note_computed(chunk.sequence)
             if tokens:
                 gains.append(self._append(chunk.sequence, self._verify(chunk, tokens)))
+            if chunk.sequence.status is SequenceStatus.RUNNING:
+                self._planner.release(chunk.sequence)
         assert next(rest, None) is None, "more tokens drawn than the plan asks for"
         return gains
 
@@ -329,6 +394,7 @@ class Engine:
             if finish:
                 break
         sequence.num_computed += num_gained - 1
+        self._cache.note_computed(sequence)
         self._num_generation_tokens += num_gained
         if finish:
             self._remove(sequence)
@@ -352,7 +418,7 @@ class Engine:
     def _survive(self, plan: BatchPlan, error: Exception) -> StepOutput:
         """The model raised: fail the step's only request, or find out which of several it was."""
         requests = {chunk.sequence.request_id: chunk.sequence.attempt for chunk in plan.chunks}
-        suspects = [chunk.sequence for chunk in living(plan)]
+        suspects = [c.sequence for c in plan.chunks if c.sequence.status is SequenceStatus.RUNNING]
         _log.error("step.failed", request_ids=",".join(requests), error=type(error).__name__, exc_info=True)
         if len(requests) > 1:
             self._isolate(suspects)
@@ -368,24 +434,16 @@ class Engine:
     def _isolate(self, suspects: Iterable[Sequence]) -> None:
         for sequence in suspects:
             sequence.is_alone = True
-            self._planner.evict(sequence)
+            self._planner.evict(sequence, is_intact=False)
 
 
 def _to_entries(gain: _Gain) -> NewEntries:
     sequence, tokens, finish = gain
-    entries: tuple[LogEntry, ...] = tuple(TokenEntry(sequence.choice, t.token_id, t.logprobs) for t in tokens)
+    num_cached = sequence.num_cached or 0
+    entries: tuple[LogEntry, ...] = tuple(
+        TokenEntry(sequence.choice, t.token_id, t.logprobs, 0 if sequence.num_output > len(tokens) or i else num_cached)
+        for i, t in enumerate(tokens)
+    )
     if finish:
         entries += (FinishEntry(sequence.choice, finish),)
     return NewEntries(sequence.request_id, sequence.attempt, sequence.choice, entries, finish)
-
-
-def _describe(sequences: list[Sequence]) -> HeldRequest:
-    num_running = sum(s.status is SequenceStatus.RUNNING for s in sequences)
-    return HeldRequest(
-        request_id=sequences[0].request_id,
-        attempt=sequences[0].attempt,
-        num_blocks=sum(len(s.block_ids) for s in sequences),
-        num_tokens=sum(s.num_known for s in sequences),
-        num_running=num_running,
-        num_waiting=len(sequences) - num_running,
-    )

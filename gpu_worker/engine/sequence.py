@@ -31,24 +31,40 @@ class Sequence:
     Args:
         token_ids: prompt and the output logged so far (a re-dispatched sequence goes on behind it); copied.
         num_prompt_tokens: how many of them are the client's prompt; output positions are counted from there.
-        rank: standing order; the highest rank is evicted first.
+        priority, rank: standing order; the highest is evicted first.
         is_alone: suspected of killing workers: plans hold nothing else until it has gained a token.
+        cache_scope: whose prefixes it may find and be found by; see `prefix_cache.py`, which owns the attributes
+            `prefix_names` to `num_awaited`: names of its full blocks; how many of them are entered; how many are
+            computed for certain; how many it found when it was admitted; how many tokens of its prompt those were at
+            first, None before; whom it waits for, until that one has computed `num_awaited` tokens.
+
+    The first `num_freed_blocks` of `block_ids` are its own no more (`kv_window.py`).
     """
 
     __slots__ = (
         "attempt",
         "block_ids",
+        "cache_scope",
         "choice",
         "draft_state",
         "is_alone",
+        "num_awaited",
+        "num_cached",
         "num_computed",
+        "num_entered",
+        "num_freed_blocks",
         "num_prompt_tokens",
+        "num_settled",
+        "num_shared_blocks",
+        "prefix_names",
+        "priority",
         "rank",
         "request_id",
         "sampling",
         "sampling_row",
         "status",
         "token_ids",
+        "writer",
     )
 
     def __init__(
@@ -62,11 +78,14 @@ class Sequence:
         num_prompt_tokens: int,
         sampling: SamplingParams,
         is_alone: bool = False,
+        priority: int = 0,
+        cache_scope: tuple[str, ...] = (),
     ) -> None:
         self.request_id = request_id
         self.attempt = attempt
         self.choice = choice
         self.rank = rank
+        self.priority = priority
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = num_prompt_tokens
         self.sampling = sampling
@@ -74,8 +93,27 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.num_computed = 0
         self.block_ids: list[int] = []
+        self.num_freed_blocks = 0
         self.sampling_row: int | None = None
         self.draft_state: DraftState | None = None
+        self.cache_scope = cache_scope
+        self.prefix_names: list[bytes] = []
+        self.num_entered = 0
+        self.num_settled = 0
+        self.num_shared_blocks = 0
+        self.num_cached: int | None = None
+        self.writer: Sequence | None = None
+        self.num_awaited = 0
+
+    @property
+    def owned_block_ids(self) -> list[int]:
+        """Its blocks, without those that it has given back early."""
+        return self.block_ids[self.num_freed_blocks :] if self.num_freed_blocks else self.block_ids
+
+    @property
+    def num_owned_blocks(self) -> int:
+        """How many these are."""
+        return len(self.block_ids) - self.num_freed_blocks
 
     @property
     def num_known(self) -> int:
@@ -97,3 +135,8 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Known tokens whose KV is missing; at least 1 while the sequence is open."""
         return len(self.token_ids) - self.num_computed
+
+
+def order_of(sequence: Sequence) -> tuple[int, int, str, int]:
+    """The standing order: the lowest runs first and is evicted last."""
+    return sequence.priority, sequence.rank, sequence.request_id, sequence.choice

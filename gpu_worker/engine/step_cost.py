@@ -13,6 +13,8 @@ the last steps, in units a second; from there the size grows within a few steps 
 
 from __future__ import annotations
 
+import math
+
 KEPT_SHARE = 0.95
 """Of a step's weight when the next one comes: half of the line is from the last 14 steps."""
 KEPT_RATE = 0.98
@@ -35,13 +37,16 @@ class StepCost:
 
     Args:
         key_cost: units of one (query, key) pair.
+        window: most keys that a query sees; 0: all before it. A chunk is taken to begin no later than that, so that its
+            cost is at most overrated by its own length.
 
     Attributes:
         fixed_s, unit_s: a step of u units takes about fixed_s + u · unit_s seconds; both 0 before the first step.
     """
 
-    def __init__(self, key_cost: float) -> None:
+    def __init__(self, key_cost: float, window: int = 0) -> None:
         self.key_cost = key_cost
+        self._max_start = window or math.inf
         self.fixed_s = 0.0
         self.unit_s = 0.0
         self._has_slope = False
@@ -52,7 +57,7 @@ class StepCost:
 
     def units(self, start: int, length: int) -> float:
         """Of computing tokens start .. start + length of a sequence."""
-        return length * (1.0 + self.key_cost * (start + (length + 1) / 2))
+        return length * (1.0 + self.key_cost * (min(start, self._max_start) + (length + 1) / 2))
 
     def step_s(self, units: float) -> float:
         """About how long a step of `units` takes, in seconds; 0 before the first one."""
@@ -101,7 +106,7 @@ class StepCost:
     def longest(self, start: int, units: float) -> int:
         """The most tokens from `start` on that cost at most `units`; may be 0."""
         units = min(max(units, 0.0), UNLIMITED)
-        linear = 1.0 + self.key_cost * (start + 0.5)
+        linear = 1.0 + self.key_cost * (min(start, self._max_start) + 0.5)
         if self.key_cost == 0.0:
             return int(units)
         # key_cost / 2 · length² + linear · length = units

@@ -7,24 +7,29 @@ from pathlib import Path
 
 import torch
 
-from gpu_worker.engine.batch_plan import BatchPlan, PlannedChunk
+from gpu_worker.engine.chunks import BatchPlan, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
+from gpu_worker.engine.swap import HostMemory
 from gpu_worker.model.config import CheckpointConfig, read_config
 from gpu_worker.model.cpu_kernels import load_cpu_decoder, open_pool
 from gpu_worker.model.graphs import CardCapture, DecodeGraphs, graph_sizes
+from gpu_worker.model.host_memory import NUM_STAGED, CardHostMemory, CpuHostMemory, CudaStreams
 from gpu_worker.model.inputs import StepCapacity, StepInputs
-from gpu_worker.model.kv_layout import KvCache, KvGroup, KvLayout
-from gpu_worker.model.kv_memory import KvNeed, KvSize, cpu_default_bytes, cuda_bytes, size_kv
+from gpu_worker.model.kv_layout import KV_DTYPES, KvCache, KvGroup, KvLayout
+from gpu_worker.model.kv_memory import KvNeed, KvSize, cpu_default_bytes, cuda_bytes, size_host, size_kv
 from gpu_worker.model.llama import Llama, load_llama
 from gpu_worker.model.loader import Checkpoint, fingerprint
+from gpu_worker.model.mistral import load_mistral
 from gpu_worker.model.quantization import QUANTIZATIONS
 from gpu_worker.model.qwen2 import load_qwen2
 from gpu_worker.model.runner import Decoder, DecoderRunner, ModelCard
 from gpu_worker.model.vocabulary import tokenizer_size
 from gpu_worker.model.weights import ignored_weights
+from gpu_worker.model.windows import shared_window, without_idle_windows
 from gpu_worker.sampling.sampler import Sampler
 from kernels.cpu.choose import Chooser
 from kernels.cpu.program import Pool
+from shared.capacity import resident_tokens
 from shared.config import EngineConfig, WorkerConfig
 from shared.errors import ConfigError, shorten
 from shared.ids import RequestId
@@ -33,7 +38,7 @@ from shared.messages import SamplingParams
 
 _log = get_log("runner")
 
-LOADERS = {"LlamaForCausalLM": load_llama, "Qwen2ForCausalLM": load_qwen2}
+LOADERS = {"LlamaForCausalLM": load_llama, "MistralForCausalLM": load_mistral, "Qwen2ForCausalLM": load_qwen2}
 
 
 def load_runner(config: WorkerConfig) -> DecoderRunner:
@@ -47,27 +52,28 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
         torch.set_num_threads(engine.num_threads)
     folder, device = Path(config.model.model), _device(engine.device)
     checkpoint_config = read_config(folder)
+    model_len = _model_len(config.model.max_model_len, checkpoint_config)
+    checkpoint_config = without_idle_windows(checkpoint_config, model_len)
     dtype_name = _dtype_name(config.model.dtype, checkpoint_config)
     dtype: torch.dtype = getattr(torch, dtype_name)
-    model_len = _model_len(config.model.max_model_len, checkpoint_config)
-    layout = _layout(checkpoint_config, engine.block_size, dtype)
-    pool = open_pool(config, layout) if device.type == "cpu" else None
+    layout = _layout(checkpoint_config, engine, dtype)
+    pool = open_pool(config, layout, dtype) if device.type == "cpu" else None
     model: Decoder
     if pool is not None:
         layout = replace(layout, is_packed=True)
-        model = load_cpu_decoder(checkpoint_config, config, layout, pool, model_len)
+        model = load_cpu_decoder(checkpoint_config, config, layout, pool, dtype=dtype, model_len=model_len)
     else:
         model = _load_model(checkpoint_config, config, dtype=dtype, device=device, model_len=model_len)
-    need = KvNeed(layout=layout, wanted_len=config.model.max_model_len, model_len=model_len,
-                  max_num_seqs=engine.max_num_seqs)  # fmt: skip
-    size = _size_kv(need, config, model, device)
+    window = shared_window(checkpoint_config) or 0
+    size = _size_kv(_need(config, layout, window, model_len), config, model, device)
     card = ModelCard(
-        fingerprint=fingerprint(folder, _arithmetic(config, dtype_name, pool)),
+        fingerprint=fingerprint(folder, _arithmetic(config, dtype_name, layout.dtype, pool)),
         vocab_size=min(checkpoint_config.vocab_size, tokenizer_size(folder) or checkpoint_config.vocab_size),
         max_model_len=size.max_model_len,
         dtype=dtype_name,
         device=device.type,
         key_cost=_key_cost(checkpoint_config),
+        window=window,
     )
     capacity = _capacity(config, size.max_model_len)
     cache, inputs = layout.allocate(size.num_blocks, device), StepInputs(capacity, device)
@@ -83,18 +89,46 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
         ),
         card=card,
         graphs=_capture(model, cache, inputs, size, engine) if isinstance(model, Llama) else None,
+        host_memory=_host_memory(layout, cache, engine.swap_bytes),
     )
 
 
-def _layout(config: CheckpointConfig, block_size: int, dtype: torch.dtype) -> KvLayout:
-    """Token-major; all layers see the whole context."""
+def _need(config: WorkerConfig, layout: KvLayout, window: int, model_len: int) -> KvNeed:
+    engine = config.engine
+    kept = engine.kept_window(window)
+    if kept and engine.swap_bytes:
+        raise ConfigError(f"--swap-space={engine.swap_space}: not for a model that frees blocks before its window of "
+                          f"{window} tokens; set 0")  # fmt: skip
+    return KvNeed(
+        layout=layout,
+        wanted_len=config.model.max_model_len,
+        model_len=model_len,
+        max_num_seqs=engine.max_num_seqs,
+        num_resident=resident_tokens(kept, engine.step_tokens(model_len)),
+    )
+
+
+def _layout(config: CheckpointConfig, engine: EngineConfig, dtype: torch.dtype) -> KvLayout:
+    """Token-major, one group of all layers. `dtype`: of the model."""
+    kept = engine.kv_cache_dtype
     return KvLayout(
-        groups=(KvGroup(layers=range(config.num_layers)),),
-        block_size=block_size,
+        groups=(KvGroup(layers=range(config.num_layers), window=shared_window(config)),),
+        block_size=engine.block_size,
         num_kv_heads=config.num_kv_heads,
         head_size=config.head_size,
-        dtype=dtype,
+        dtype=dtype if kept == "auto" else KV_DTYPES[kept],
     )
+
+
+def _host_memory(layout: KvLayout, cache: KvCache, swap_bytes: int) -> HostMemory | None:
+    """`--swap-space`; None: there is none."""
+    if not swap_bytes:
+        return None
+    is_card, cache_bytes = cache.device.type == "cuda", cache.num_blocks * cache.block_bytes
+    num_blocks = size_host(swap_bytes, layout, cache_bytes=0 if is_card else cache_bytes)
+    host = layout.allocate_host(num_blocks, is_pinned=is_card)
+    _log.info("swap.sized", tokens=num_blocks * layout.block_size, blocks=num_blocks, mib=host.nbytes / 2**20)
+    return CardHostMemory(cache, host, CudaStreams()) if is_card else CpuHostMemory(cache, host)
 
 
 def _capture(
@@ -107,7 +141,7 @@ def _capture(
         return DecodeGraphs(
             lambda: model.logits(model.forward(inputs, cache)),
             inputs,
-            graph_sizes(min(engine.max_num_seqs, engine.max_num_batched_tokens)),
+            graph_sizes(min(engine.max_num_seqs, engine.step_tokens(size.max_model_len))),
             max_context=size.max_model_len,
             max_total_context=size.num_tokens,
             capture=CardCapture(),
@@ -150,10 +184,10 @@ def _load_model(
     return model
 
 
-def _arithmetic(config: WorkerConfig, dtype: str, pool: Pool | None) -> str:
+def _arithmetic(config: WorkerConfig, dtype: str, kv_dtype: torch.dtype, pool: Pool | None) -> str:
     """A name that is the same where results are."""
     way = "torch" if pool is None else f"cpu kernels {pool.isa.value}"
-    return f"{dtype} {config.model.quantization} {way}"
+    return f"{dtype} {config.model.quantization} {way} kv {str(kv_dtype).removeprefix('torch.')}"
 
 
 def _key_cost(config: CheckpointConfig) -> float:
@@ -166,10 +200,11 @@ def _key_cost(config: CheckpointConfig) -> float:
 def _capacity(config: WorkerConfig, max_model_len: int) -> StepCapacity:
     engine, speculation = config.engine, config.engine.speculation()
     num_draws = 1 if speculation is None else 1 + speculation.num_tokens
+    max_tokens = engine.step_tokens(max_model_len)
     return StepCapacity(
-        max_tokens=engine.max_num_batched_tokens,
+        max_tokens=max_tokens,
         max_sequences=engine.max_num_seqs,
-        max_wanted=min(engine.max_num_seqs * num_draws, max(engine.max_num_seqs, engine.max_num_batched_tokens)),
+        max_wanted=min(engine.max_num_seqs * num_draws, max(engine.max_num_seqs, max_tokens)),
         max_blocks=-(-max_model_len // engine.block_size),
         block_size=engine.block_size,
     )
@@ -182,6 +217,7 @@ def _size_kv(need: KvNeed, config: WorkerConfig, model: Decoder, device: torch.d
     elif device.type == "cuda":
         assert isinstance(model, Llama)
         available = cuda_bytes(config.engine.gpu_memory_utilization, _profile(need, config, model, device), device)
+        available -= 2 * NUM_STAGED * need.layout.block_bytes if config.engine.swap_bytes else 0
     else:
         available = cpu_default_bytes()
     size = size_kv(need, available, is_explicit=explicit is not None)
@@ -196,7 +232,7 @@ def _size_kv(need: KvNeed, config: WorkerConfig, model: Decoder, device: torch.d
 
 def _profile(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.device) -> int:
     """The most CUDA memory that a step of full size takes beside the KV cache, weights included; bytes."""
-    tokens, block_size = min(config.engine.max_num_batched_tokens, need.model_len), config.engine.block_size
+    tokens, block_size = min(config.engine.step_tokens(need.model_len), need.model_len), config.engine.block_size
     num_blocks = -(-tokens // block_size)
     sequence = Sequence(
         request_id=RequestId("profile"),

@@ -9,7 +9,12 @@ from typing import Any
 
 from shared.errors import ConfigError, shorten
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+DEFAULT_WINDOW = 4096
+"""Of Mistral and Qwen2 where config.json has no `sliding_window` (null is none), as in transformers."""
+DEFAULT_FULL_LAYERS = 28
+"""Of Qwen2 where config.json has no `max_window_layers`."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +31,8 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """Sizes and switches of a decoder. `dtype` is the checkpoint's own, a torch name ("bfloat16")."""
+    """Sizes and switches of a decoder. `dtype` is the checkpoint's own, a torch name ("bfloat16"). `windows`, of each
+    layer: the query at position p sees the keys p − window + 1 .. p; None: all up to p."""
 
     architecture: str
     vocab_size: int
@@ -45,6 +51,7 @@ class CheckpointConfig:
     has_output_bias: bool
     has_mlp_bias: bool
     dtype: str
+    windows: tuple[int | None, ...]
 
 
 def read_config(folder: Path) -> CheckpointConfig:
@@ -68,7 +75,7 @@ def read_config(folder: Path) -> CheckpointConfig:
 def _parse(reader: _Reader) -> CheckpointConfig:
     architecture = _architecture(reader)
     _refuse_unsupported(reader)
-    is_qwen2 = architecture == "Qwen2ForCausalLM"
+    is_qwen2, is_llama = architecture == "Qwen2ForCausalLM", architecture == "LlamaForCausalLM"
     hidden_size, num_heads = reader.size("hidden_size"), reader.size("num_attention_heads")
     num_kv_heads = reader.size("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -88,10 +95,11 @@ def _parse(reader: _Reader) -> CheckpointConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         is_tied=reader.flag("tie_word_embeddings", False),
-        has_qkv_bias=is_qwen2 or reader.flag("attention_bias", False),
-        has_output_bias=not is_qwen2 and reader.flag("attention_bias", False),
-        has_mlp_bias=not is_qwen2 and reader.flag("mlp_bias", False),
+        has_qkv_bias=is_qwen2 or (is_llama and reader.flag("attention_bias", False)),
+        has_output_bias=is_llama and reader.flag("attention_bias", False),
+        has_mlp_bias=is_llama and reader.flag("mlp_bias", False),
         dtype=str(reader.get("dtype") or reader.get("torch_dtype") or "float32").removeprefix("torch."),
+        windows=_windows(reader, architecture, reader.size("num_hidden_layers")),
     )
 
 
@@ -108,12 +116,12 @@ class _Reader:
     def fail(self, key: str, reason: str) -> None:
         raise ConfigError(f"{self.path}: {key} = {shorten(repr(self.raw.get(key)))}: {reason}")
 
-    def size(self, key: str, default: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         value = self.raw.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.fail(key, "must be a positive whole number")
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            self.fail(key, "must be a positive whole number" if minimum else "must be a whole number, 0 or more")
         return int(value or 0)
 
     def number(self, key: str, default: float) -> float:
@@ -145,11 +153,46 @@ def _refuse_unsupported(reader: _Reader) -> None:
         reader.fail("hidden_act", "only silu is supported")
     if reader.get("quantization_config") is not None:
         reader.fail("quantization_config", "quantized checkpoints are not supported in this version")
-    if reader.flag("use_sliding_window", False):
-        reader.fail("use_sliding_window", "sliding windows are not supported in this version")
-    other = set(reader.get("layer_types") or []) - {"full_attention"}
+
+
+def _windows(reader: _Reader, architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    """Of each layer, as transformers reads them: a Mistral's layers all have `sliding_window`; of a Qwen2 with
+    `use_sliding_window` those that `layer_types` names, or those from `max_window_layers` on."""
+    if architecture == "MistralForCausalLM":
+        window = _window(reader)
+        kinds = [_FULL if window is None else _SLIDING] * num_layers
+    elif architecture == "Qwen2ForCausalLM":
+        window = _window(reader) if reader.flag("use_sliding_window", False) else None
+        num_full = reader.size("max_window_layers", DEFAULT_FULL_LAYERS, minimum=0)
+        kinds = [_FULL if window is None or layer < num_full else _SLIDING for layer in range(num_layers)]
+    else:
+        window, kinds = None, [_FULL] * num_layers
+        if reader.flag("use_sliding_window", reader.get("sliding_window") is not None):
+            reader.fail("use_sliding_window" if "use_sliding_window" in reader.raw else "sliding_window",
+                        f"{architecture} has no sliding window")  # fmt: skip
+    kinds = _check_layer_types(reader, kinds, may_differ=architecture == "Qwen2ForCausalLM" and window is not None)
+    return tuple(window if kind == _SLIDING else None for kind in kinds)
+
+
+def _window(reader: _Reader) -> int | None:
+    is_none = "sliding_window" in reader.raw and reader.get("sliding_window") is None
+    return None if is_none else reader.size("sliding_window", DEFAULT_WINDOW)
+
+
+def _check_layer_types(reader: _Reader, kinds: list[str], *, may_differ: bool) -> list[str]:
+    """What `layer_types` says, or `kinds` if it says nothing. It may name other kinds than `kinds` only where
+    transformers would follow it."""
+    named = reader.get("layer_types")
+    if named is None:
+        return kinds
+    if not isinstance(named, list) or not all(isinstance(kind, str) for kind in named) or len(named) != len(kinds):
+        reader.fail("layer_types", f"must name a kind for each of {len(kinds)} layers")
+    other = set(named) - {_FULL, _SLIDING}
     if other:
-        reader.fail("layer_types", f"{shorten(', '.join(sorted(map(str, other))))} is not supported in this version")
+        reader.fail("layer_types", f"{shorten(', '.join(sorted(other)))} is not supported in this version")
+    if named != kinds and not may_differ:
+        reader.fail("layer_types", f"is not supported beside the other settings, by which all layers are {kinds[0]}")
+    return list(named)
 
 
 def _rope(reader: _Reader) -> tuple[float, RopeScaling | None]:

@@ -8,7 +8,7 @@ is rounded, so the tokens are those of `transformers`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from kernels.cpu.attention import (
     add_attention_plan,
     add_rotary_kv,
     make_buffers,
+    with_own_plan,
 )
 from kernels.cpu.kv_cache import KvShape
 from kernels.cpu.linear import add_linear
@@ -46,10 +47,16 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """What goes on from op to op: `hidden` [rows, hidden] float32, the residual, and what attention works in."""
+    """What goes on from op to op: `hidden` [rows, hidden] float32, the residual, and what attention works in, by the
+    layer's window: the same buffers but for the plan."""
 
     hidden: Tensor
-    attention: AttentionBuffers
+    attention: dict[int | None, AttentionBuffers]
+
+    @property
+    def any_attention(self) -> AttentionBuffers:
+        """Of any window, where the plan does not matter."""
+        return next(iter(self.attention.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,7 @@ class _Buffers:
 
     Attributes:
         all, wanted: of all rows, and of those whose logits are wanted.
-        normed: normed hidden states. mixed, gated: results of attention and of the gate, [rows, width] in the cache's
+        normed: normed hidden states. mixed, gated: results of attention and of the gate, [rows, width] in the model's
             dtype. mixed_rows, gated_rows: the same as linears read them.
         qkv: [rows, queries, keys and values] float32.
         logits: [wanted, vocab] float32. best: [wanted] int64.
@@ -81,15 +88,18 @@ class CpuDecoder:
 
     Args:
         cos_sin: [positions, head_size] float32, from `rotary_table`.
-        kv: the cache's blocks; its dtype is that of what linears read, too: float32 or bfloat16.
+        kv: the cache's blocks.
+        dtype: of what linears read: float32 or bfloat16.
     """
 
     def __init__(
-        self, config: CheckpointConfig, weights: PackedModel, pool: Pool, *, cos_sin: Tensor, kv: KvShape
-    ) -> None:
-        self._config, self._weights, self._pool = config, weights, pool
+        self, config: CheckpointConfig, weights: PackedModel, pool: Pool, *, cos_sin: Tensor, kv: KvShape,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self._config, self._weights, self._pool, self._dtype = config, weights, pool, dtype
         self._cos_sin = cos_sin
         self._shape = AttentionShape(heads=config.num_heads, kv=kv)
+        self._shapes = {window: replace(self._shape, window=window) for window in dict.fromkeys(config.windows)}
         self._steps: dict[StepInputs, Step] = {}
         self._logits_program: Program | None = None
         self._best_programs: dict[int, Program] = {}
@@ -162,12 +172,13 @@ class CpuDecoder:
         )
 
     def _make_flow(self, num_rows: int, capacity: StepCapacity) -> _Flow:
-        attention = make_buffers(self._shape, num_rows, capacity.max_blocks * capacity.block_size)
+        buffers = make_buffers(self._shape, num_rows, capacity.max_blocks * capacity.block_size)
+        attention = {window: with_own_plan(buffers) for window in self._shapes}
         return _Flow(make_buffer(num_rows, self._config.hidden_size, dtype=torch.float32), attention)
 
     def _make_floats(self, num_rows: int, width: int) -> Tensor:
         padded = -(-width // _PAD_COLUMNS) * _PAD_COLUMNS
-        return make_buffer(num_rows, padded, dtype=self._shape.kv.dtype)
+        return make_buffer(num_rows, padded, dtype=self._dtype)
 
     def _make_rows(self, num_rows: int, width: int, floats: Tensor | None = None) -> _Rows:
         """A linear's input; `floats` themselves where weights are not quantized."""
@@ -179,13 +190,13 @@ class CpuDecoder:
     def _build(self, cache: KvCache) -> Program:
         program, buffers, weights = Program(), self._buffers, self._weights
         add_embed(program, weights.embedding, buffers.all.hidden)
-        add_attention_plan(program, self._shape, buffers.all.attention)
+        self._add_plans(program, buffers.all)
         for index, layer in enumerate(weights.layers):
             self._add_queries(program, layer, cache.blocks(index))
             rows = buffers.all
             if layer is weights.layers[-1]:
                 rows = self._add_gather(program)
-            self._add_attention(program, layer, cache.blocks(index), rows)
+            self._add_attention(program, layer, index, cache.blocks(index), rows)
             self._add_mlp(program, layer, rows.hidden)
         self._add_norm(program, weights.norm, buffers.wanted.hidden, buffers.normed)
         normed = buffers.normed
@@ -198,7 +209,7 @@ class CpuDecoder:
         self._add_norm(program, layer.input_norm, buffers.all.hidden, buffers.normed)
         _add_projection(program, buffers.normed, layer.qkv, buffers.qkv, label="qkv")
         add_rotary_kv(
-            program, shape, buffers.all.attention, buffers.qkv, cos_sin=self._cos_sin, cache=blocks,
+            program, shape, buffers.all.any_attention, buffers.qkv, cos_sin=self._cos_sin, cache=blocks,
             scale=shape.kv.head_size**-0.5,
         )  # fmt: skip
 
@@ -207,15 +218,20 @@ class CpuDecoder:
         anybody will read."""
         rows, wanted = self._buffers.all, self._buffers.wanted
         add_gather(program, rows.hidden, wanted.hidden)
-        add_gather(program, rows.attention.query, wanted.attention.query)
+        add_gather(program, rows.any_attention.query, wanted.any_attention.query)
         program.is_of_wanted = True
-        add_attention_plan(program, self._shape, wanted.attention)
+        self._add_plans(program, wanted)
         return wanted
 
-    def _add_attention(self, program: Program, layer: PackedLayer, blocks: Tensor, rows: _Flow) -> None:
-        buffers, shape = self._buffers, self._shape
+    def _add_plans(self, program: Program, rows: _Flow) -> None:
+        for window, shape in self._shapes.items():
+            add_attention_plan(program, shape, rows.attention[window])
+
+    def _add_attention(self, program: Program, layer: PackedLayer, index: int, blocks: Tensor, rows: _Flow) -> None:
+        buffers, window = self._buffers, self._config.windows[index]
+        shape = self._shapes[window]
         width = shape.heads * shape.kv.head_size
-        add_attention(program, shape, rows.attention, blocks, buffers.mixed[:, :width])
+        add_attention(program, shape, rows.attention[window], blocks, buffers.mixed[:, :width])
         _add_quantize(program, buffers.mixed, width, buffers.mixed_rows)
         _add_projection(program, buffers.mixed_rows, layer.output, rows.hidden, epilogue=Epilogue.ADD, label="output")
 

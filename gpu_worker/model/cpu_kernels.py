@@ -25,6 +25,7 @@ from kernels.cpu.program import Pool
 from shared.config import WorkerConfig
 from shared.errors import ConfigError
 from shared.logs import get_log
+from shared.paths import cache_folder
 
 MIN_KEPT_BYTES = 64 << 20
 """Smaller models are packed anew at each start: that takes a fraction of a second."""
@@ -32,8 +33,11 @@ MIN_KEPT_BYTES = 64 << 20
 _log = get_log("cpu_kernels")
 
 
-def open_pool(config: WorkerConfig, layout: KvLayout) -> Pool | None:
+def open_pool(config: WorkerConfig, layout: KvLayout, dtype: torch.dtype) -> Pool | None:
     """Threads for the CPU kernels; None where torch computes.
+
+    Args:
+        dtype: of the model.
 
     Raises:
         ConfigError: `--cpu-kernels=on` or a `--cpu-isa`, and this machine or model does not allow them.
@@ -42,6 +46,8 @@ def open_pool(config: WorkerConfig, layout: KvLayout) -> Pool | None:
     if wanted == "off":
         return None
     try:
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise CpuKernelsUnavailable(f"a model of {dtype}; the CPU kernels have bfloat16 and float32")
         layout.kv_shape  # noqa: B018 - raises for what the kernels don't have
         library = _load_best(config) if isa == "auto" else load_library(_cache_folder(config), Isa(isa), _announce)
         return Pool(library, num_threads(config))
@@ -76,17 +82,18 @@ def num_threads(config: WorkerConfig) -> int:
 
 
 def load_cpu_decoder(
-    checkpoint_config: CheckpointConfig, config: WorkerConfig, layout: KvLayout, pool: Pool, model_len: int
-) -> CpuDecoder:
-    """The model on the CPU kernels, its weights from the cache folder if they were packed before.
+    checkpoint_config: CheckpointConfig, config: WorkerConfig, layout: KvLayout, pool: Pool, *, dtype: torch.dtype,
+    model_len: int,
+) -> CpuDecoder:  # fmt: skip
+    """The model of `dtype` on the CPU kernels, its weights from the cache folder if they were packed before.
 
     Raises:
         ConfigError: the checkpoint does not allow it.
     """
     with torch.inference_mode():
-        weights = _load_weights(checkpoint_config, config, layout.dtype)
+        weights = _load_weights(checkpoint_config, config, dtype)
         cos_sin = rotary_table(checkpoint_config, model_len, torch.device("cpu"))
-    return CpuDecoder(checkpoint_config, weights, pool, cos_sin=cos_sin, kv=layout.kv_shape)
+    return CpuDecoder(checkpoint_config, weights, pool, cos_sin=cos_sin, kv=layout.kv_shape, dtype=dtype)
 
 
 def _load_weights(checkpoint_config: CheckpointConfig, config: WorkerConfig, dtype: torch.dtype) -> PackedModel:
@@ -111,5 +118,4 @@ def _load_weights(checkpoint_config: CheckpointConfig, config: WorkerConfig, dty
 
 
 def _cache_folder(config: WorkerConfig) -> Path:
-    chosen = config.engine.cache_dir
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "quire"
+    return cache_folder(config.engine.cache_dir)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_worker.engine.batch_plan import BatchPlan
+from gpu_worker.engine.chunks import BatchPlan
 from gpu_worker.model.inputs import Padding, StepInputs
 from kernels.paged_attention import BatchExtent
 

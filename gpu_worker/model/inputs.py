@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu_worker.engine.batch_plan import BatchPlan, PlannedChunk
+from gpu_worker.engine.chunks import BatchPlan, PlannedChunk
 from kernels.paged_attention import BatchExtent, PagedBatch
 
 PADDING_SLOT = -1

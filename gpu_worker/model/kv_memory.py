@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from gpu_worker.model.kv_layout import KvLayout
+from shared.capacity import blocks_for
 from shared.errors import ConfigError
 
 CPU_DEFAULT_SHARE = 0.25  # the default must leave room for other workers and for the page cache that holds the weights
@@ -17,12 +18,13 @@ CPU_DEFAULT_MAX_BYTES = 4 << 30
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvNeed:
     """What the cache is for. `wanted_len` is the user's `--max-model-len`, None if not given; `model_len` the most that
-    the checkpoint allows."""
+    the checkpoint allows. `num_resident`: tokens of a sequence that are in blocks at once, 0: all."""
 
     layout: KvLayout
     wanted_len: int | None
     model_len: int
     max_num_seqs: int
+    num_resident: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,7 @@ class KvSize:
     num_blocks: int
     block_size: int
     max_model_len: int
+    num_resident: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -40,7 +43,7 @@ class KvSize:
     @property
     def num_full_requests(self) -> float:
         """How many requests of the full length fit at once."""
-        return self.num_blocks / -(-self.max_model_len // self.block_size)
+        return self.num_blocks / blocks_for(self.max_model_len, self.block_size, self.num_resident)
 
 
 def size_kv(need: KvNeed, available_bytes: int, *, is_explicit: bool) -> KvSize:
@@ -61,18 +64,43 @@ def size_kv(need: KvNeed, available_bytes: int, *, is_explicit: bool) -> KvSize:
             "--kv-cache-memory-bytes (CPU) or --gpu-memory-utilization (CUDA), or lower --block-size"
         )
     max_model_len = need.wanted_len or need.model_len
-    full_blocks = -(-max_model_len // block_size)
+    full_blocks = blocks_for(max_model_len, block_size, need.num_resident)
     if num_blocks < full_blocks:
         if need.wanted_len is not None:
             raise ConfigError(
                 f"KV cache: {available_bytes} bytes hold {num_blocks * block_size} tokens, but --max-model-len is "
-                f"{max_model_len} tokens ({full_blocks * block_bytes} bytes); lower --max-model-len, or raise "
-                "--kv-cache-memory-bytes (CPU) or --gpu-memory-utilization (CUDA)"
+                f"{max_model_len} tokens ({full_blocks} blocks, {full_blocks * block_bytes} bytes); lower "
+                "--max-model-len, or raise --kv-cache-memory-bytes (CPU) or --gpu-memory-utilization (CUDA)"
             )
         max_model_len = num_blocks * block_size
     elif not is_explicit:
         num_blocks = min(num_blocks, full_blocks * need.max_num_seqs)
-    return KvSize(num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
+    return KvSize(
+        num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len, num_resident=need.num_resident
+    )
+
+
+def size_host(swap_bytes: int, layout: KvLayout, *, cache_bytes: int) -> int:
+    """How many blocks `--swap-space` holds.
+
+    Args:
+        cache_bytes: of free memory, those that the KV cache will take.
+
+    Raises:
+        ConfigError: none, or the memory is not there.
+    """
+    free = max(0, free_host_bytes() - cache_bytes)
+    if swap_bytes > free:
+        raise ConfigError(
+            f"--swap-space={swap_bytes / 2**30:g}: beside the KV cache {free / 2**30:.2f} GiB of memory are free; "
+            "lower it"
+        )
+    if swap_bytes < layout.block_bytes:
+        raise ConfigError(
+            f"--swap-space={swap_bytes / 2**30:g}: {swap_bytes} bytes hold no block of {layout.block_bytes} bytes "
+            f"({layout.block_size} tokens); raise it, or set 0 for none"
+        )
+    return swap_bytes // layout.block_bytes
 
 
 def cpu_default_bytes() -> int:

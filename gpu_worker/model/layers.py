@@ -79,7 +79,7 @@ class Attention:
     def __init__(self, config: CheckpointConfig, layer: int, *, qkv: Linear, output: Linear) -> None:
         self._layer = layer
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
-        self._head_size = config.head_size
+        self._head_size, self._window = config.head_size, config.windows[layer]
         self._qkv, self._output = qkv, output
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
@@ -89,8 +89,12 @@ class Attention:
         rotary(heads[:, :num_rotated], step.turns)
         query = heads[:, : self._num_heads]
         keys, values = step.cache.keys(self._layer), step.cache.values(self._layer)
-        kv_write(heads[:, self._num_heads : num_rotated], heads[:, num_rotated:], keys, values, step.slots)
-        mixed = paged_attention(query, keys, values, step.batch, self._head_size**-0.5)
+        scales = step.cache.scales(self._layer)
+        key, value = heads[:, self._num_heads : num_rotated], heads[:, num_rotated:]
+        kv_write(key, value, keys, values, step.slots, scales=scales)
+        mixed = paged_attention(
+            query, keys, values, step.batch, self._head_size**-0.5, kv_scales=scales, window=self._window
+        )
         return self._output(mixed.flatten(1))
 
 

@@ -1,4 +1,5 @@
-"""Qwen2: Llama's decoder with a bias on queries, keys and values (`CheckpointConfig.has_qkv_bias`)."""
+"""Qwen2: Llama's decoder with a bias on queries, keys and values (`CheckpointConfig.has_qkv_bias`),
+some of whose layers may see a window only (`CheckpointConfig.windows`)."""
 
 from __future__ import annotations
 

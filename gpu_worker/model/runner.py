@@ -19,8 +19,10 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from gpu_worker.engine.batch_plan import BatchPlan, DrawnToken
+from gpu_worker.engine.batch_plan import DrawnToken
+from gpu_worker.engine.chunks import BatchPlan
 from gpu_worker.engine.sequence import Sequence
+from gpu_worker.engine.swap import HostMemory
 from gpu_worker.model.graphs import DecodeGraphs
 from gpu_worker.model.inputs import Padding, StepInputs
 from gpu_worker.model.kv_layout import KvCache
@@ -33,7 +35,8 @@ _Result = TypeVar("_Result")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
     """What a worker tells others about its model. `vocab_size` counts ids that have a token; `key_cost` is the
-    arithmetic of one (query, key) pair as a share of a token's in the linears."""
+    arithmetic of one (query, key) pair as a share of a token's in the linears; `window` the tokens that a query sees at
+    most, 0: all."""
 
     fingerprint: str
     vocab_size: int
@@ -41,6 +44,7 @@ class ModelCard:
     dtype: str
     device: str
     key_cost: float
+    window: int = 0
 
 
 class Decoder(Protocol):
@@ -79,10 +83,11 @@ class DecoderRunner:
     Args:
         inputs: one of the two sets; the other is made here.
         graphs: decode steps recorded for a GPU; None: none are.
+        host_memory: for blocks of `cache`; the engine has them copied.
     """
 
     def __init__(self, model: Decoder, cache: KvCache, *, inputs: StepInputs, sampler: Sampler, card: ModelCard,
-                 graphs: DecodeGraphs | None = None) -> None:  # fmt: skip
+                 graphs: DecodeGraphs | None = None, host_memory: HostMemory | None = None) -> None:  # fmt: skip
         self._graphs = graphs
         self._model, self._cache, self._inputs, self._sampler = model, cache, inputs, sampler
         self._spare = inputs.twin()
@@ -90,6 +95,7 @@ class DecoderRunner:
         self._finish: Callable[[], list[DrawnToken]] | None = None
         self._times = PartTimes()
         self.card = card
+        self.host_memory = host_memory
 
     @property
     def num_blocks(self) -> int:
@@ -100,6 +106,16 @@ class DecoderRunner:
     def block_size(self) -> int:
         """Tokens in a block."""
         return self._inputs.capacity.block_size
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of the cache that a token takes in a full block."""
+        return self._cache.block_bytes / self.block_size
+
+    @property
+    def window(self) -> int:
+        """Tokens that a query sees at most in any layer, itself among them; 0: all up to it."""
+        return self.card.window
 
     @property
     def key_cost(self) -> float:
@@ -123,7 +139,7 @@ class DecoderRunner:
 
     @property
     def dtype(self) -> str:
-        """Of weights and KV: float32, bfloat16, float16."""
+        """Of weights: float32, bfloat16, float16."""
         return self.card.dtype
 
     @property

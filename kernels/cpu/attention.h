@@ -1,11 +1,12 @@
 /* Causal attention over the paged cache: what the plan and the tiles share.
  *
- * For a query row at position p: out = Σ 2^(q·k − best) v / Σ 2^(q·k − best) over the keys at 0 .. p, with
- * best = max q·k. The query comes multiplied by the factor of the scores and by log2(e), so 2^x serves for e^x.
+ * For a query row at position p: out = Σ 2^(q·k − best) v / Σ 2^(q·k − best) over the keys at 0 .. p, or with a window
+ * at p − window + 1 .. p, with best = max q·k. The query comes multiplied by the factor of the scores and by log2(e), so 2^x serves for e^x.
  *
  * Work is cut in two ways. *Items* are query rows of one sequence: one row in decode, ROWS_OF_TILE / group consecutive
  * rows of a chunk; with the query heads of one KV head they make up the M rows of small matrix products. *Splits* are
- * SPLIT keys each, from position 0 on. A tile is (item, KV head), which takes its splits one after another, or (item,
+ * SPLIT keys each, from position 0 on; those before the window of an item's first row are left out, and so are the key
+ * tiles before it in the first split. A tile is (item, KV head), which takes its splits one after another, or (item,
  * KV head, split), which leaves best, total and sum of its split in `partial` for the merge; the plan chooses the
  * latter where an item would keep one thread busy while others have nothing left.
  *
@@ -16,11 +17,13 @@
  * best, its total (of floats, not of the rounded weights) and adds its products to the sums, which were scaled to the
  * new best before. After a split its (best, total, sums) are added to those of the splits before. All these are the
  * same operations in the same order for a row, whoever computes it with whichever rows beside it. A key that a row
- * can't see has weight 0 and adds exact zeros. In BF16 query, keys, values and weights are bfloat16 (rounded to nearest
- * even), all sums are float.
+ * can't see has weight 0 and adds exact zeros; of a row that has seen none yet best, total and sums are as at the start. In BF16 query, keys, values and weights are bfloat16 (rounded to nearest
+ * even), all sums are float. Of INT8 and FP8 caches all but keys and values is float: a score is multiplied by its key's
+ * scale, a weight by its value's once the total has it. They take no AMX tiles.
  *
- * Stale memory may hold NaN: scores of keys past a row's position are replaced before use, and values past the context
- * are read from a copy that has zeros there. */
+ * Stale memory may hold NaN, and blocks before the window may be another sequence's: scores of keys that a row does not
+ * see are replaced before use, values past the context are read from a copy that has zeros there, and strips before the
+ * window are not read (attention_keys.h). */
 #pragma once
 #include "kv_cache.h"
 #include "ops.h"
@@ -34,6 +37,8 @@
 /* Rows of M in a tile. 32 and 128 were within 2 % of 64. */
 #define ROWS_OF_TILE 64
 #define MAX_HEAD_SIZE 256
+/* The best score of a row that has seen no key: not −inf, since −inf less −inf is NaN, and 2^(NO_BEST − x) is 0. */
+#define NO_BEST (-0x1p126f)
 
 typedef struct attention_tile {
     int32_t sequence;
@@ -41,7 +46,7 @@ typedef struct attention_tile {
     int32_t num_rows;
     int32_t num_keys;      /* that the last row sees */
     int32_t split;         /* −1: all of them, and the result goes to `out` */
-    int32_t first_partial; /* of the item: split s of its row r is at first_partial + s · num_rows + r */
+    int32_t first_partial; /* of the item: its split s (of those from first_split on) of row r: + s · num_rows + r */
 } attention_tile;
 
 /* [header][tiles: max_rows + max_partials][the same again, unsorted][merges: max_partials] */
@@ -59,4 +64,18 @@ static inline attention_tile *merges(const attention_args *args) {
     return unsorted_tiles(args) + args->max_rows + args->max_partials;
 }
 
+/* All splits from position 0 on. */
 static inline int32_t num_splits(const attention_tile *item) { return (int32_t)ceil_div(item->num_keys, SPLIT); }
+
+/* The first key that a row at `position` sees. */
+static inline int32_t first_key(const attention_args *args, int32_t position) {
+    return args->window && position >= args->window ? (int32_t)(position - args->window + 1) : 0;
+}
+
+/* The first key that any row of the item sees, and its split. */
+static inline int32_t first_key_of(const attention_args *args, const attention_tile *item) {
+    return first_key(args, item->num_keys - item->num_rows);
+}
+static inline int32_t first_split(const attention_args *args, const attention_tile *item) {
+    return first_key_of(args, item) / SPLIT;
+}

@@ -1,13 +1,14 @@
 """Adds rotary embedding, KV write and attention to a program, and sizes the buffers that they share.
 
-A model's program holds one `add_attention_plan` a step and, for each layer, `add_rotary_kv` and `add_attention`. All of
-them take the same `AttentionBuffers`. What is computed, and in which order: attention.h.
+A model's program holds one `add_attention_plan` a step (one for each window that its layers have) and, for each layer,
+`add_rotary_kv` and `add_attention`. All of them take the same `AttentionBuffers`, but for the plan. What is computed,
+and in which order: attention.h.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ _OUT_DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """A layer's attention: query heads of `kv.head_size` over KV heads, of which each serves heads / kv_heads.
+    `window`: keys that a row sees at most, its own the last of them; None: all up to its own.
 
     Raises:
         ValueError: heads is not a multiple of the KV heads.
@@ -37,6 +39,7 @@ class AttentionShape:
 
     heads: int
     kv: KvShape
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.heads % self.kv.kv_heads:
@@ -50,10 +53,10 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBuffers:
-    """What a program's attention works in; one for all layers.
+    """What a program's attention works in; one for all layers with the same window.
 
     Attributes:
-        query: [max_rows, heads, head_size] in the cache's dtype.
+        query: [max_rows, heads, head_size] in the cache's query dtype.
         plan: the step's tiles.
         partial: results of splits, float32.
         max_partials: (row, split) pairs that `plan` and `partial` have room for.
@@ -70,11 +73,16 @@ def make_buffers(shape: AttentionShape, max_rows: int, max_context: int) -> Atte
     splits = -(-max_context // SPLIT)
     max_partials = min(max_rows * splits, max(_MIN_PARTIALS, splits)) if splits > 1 else 0
     return AttentionBuffers(
-        query=torch.empty((max_rows, shape.heads, shape.kv.head_size), dtype=shape.kv.dtype),
+        query=torch.empty((max_rows, shape.heads, shape.kv.head_size), dtype=shape.kv.query_dtype),
         plan=torch.zeros(plan_bytes(max_rows, max_partials), dtype=torch.uint8),
         partial=torch.empty(max_partials * shape.heads * (shape.kv.head_size + 2)),
         max_partials=max_partials,
     )
+
+
+def with_own_plan(buffers: AttentionBuffers) -> AttentionBuffers:
+    """The same buffers with another plan, for layers with another window."""
+    return replace(buffers, plan=torch.zeros_like(buffers.plan))
 
 
 def plan_bytes(max_rows: int, max_partials: int) -> int:
@@ -97,7 +105,7 @@ def add_rotary_kv(
     Args:
         qkv: [max_rows, qkv_width] float32: queries, keys, values.
         cos_sin: [positions, head_size] float32, from `make_cos_sin`.
-        cache: [num_blocks, block_elements] of the cache's dtype: one layer's part of every block, any distance apart.
+        cache: [num_blocks, block_elements] of the storage dtype: one layer's part of every block, any distance apart.
         scale: factor of the scores.
     """
     args = RotaryKvArgs(
@@ -112,8 +120,10 @@ def add_rotary_kv(
 
 
 def add_attention_plan(program: Program, shape: AttentionShape, buffers: AttentionBuffers) -> None:
-    """Cut the step into tiles; before the first `add_attention`."""
-    args = AttentionArgs(heads=shape.heads, kv_heads=shape.kv.kv_heads, **_buffer_fields(buffers))
+    """Cut the step into tiles; before the first `add_attention` of the same buffers."""
+    args = AttentionArgs(
+        heads=shape.heads, kv_heads=shape.kv.kv_heads, window=shape.window or 0, **_buffer_fields(buffers)
+    )
     program.add(OpKind.ATTENTION_PLAN, args, buffers.plan)
 
 
@@ -131,6 +141,7 @@ def add_attention(
         heads=shape.heads,
         out_stride=out.stride(0),
         out_dtype=_OUT_DTYPES[out.dtype],
+        window=shape.window or 0,
         **_buffer_fields(buffers),
         **_cache_fields(shape, cache),
     )
@@ -168,7 +179,7 @@ def paged_attention(
     """Attention of `query` into `out` [rows, at least heads · head_size]. A program of its own.
 
     Args:
-        query: [rows, heads, head_size] of the cache's dtype, times scale · log2(e).
+        query: [rows, heads, head_size] of the cache's query dtype, times scale · log2(e).
         cache: as for `add_rotary_kv`.
         batch: the chunks, as for `kernels.paged_attention`.
     """
@@ -192,7 +203,7 @@ def paged_attention(
 
 
 def _cache_fields(shape: AttentionShape, cache: Tensor) -> dict[str, int | None]:
-    _checked(cache, shape.kv.dtype, shape.kv.block_elements)
+    _checked(cache, shape.kv.storage_dtype, shape.kv.block_elements)
     return {
         "cache": address(cache),
         "kv_heads": shape.kv.kv_heads,

@@ -7,7 +7,7 @@
  * 150 ns). Strips in place also make the numbers independent of the block size.
  *
  * Numbers: a score is one chain over the head in steps of 32 elements, a sum one chain over the keys in steps of 16.
- * Scores are taken relative to a reference: the best of a split's first key tile, replaced by a later tile's best only
+ * Scores are taken relative to a reference: the best of the first key tile of a split in which a row sees keys, replaced by a later tile's best only
  * where that is more than SLACK above it (idea: FlashAttention-4), which spares most tiles the scaling of their sums.
  * The weight 2^(score − reference) is at most 2^SLACK; its relative precision is the same anywhere. Totals are of floats
  * before they are rounded to bfloat16, in two chains of lanes (even and odd strips), and across lanes in one tree. All
@@ -134,6 +134,15 @@ INLINE void score_block(int R, const attention_args *a, const char *query, const
     }
 }
 
+/* Scores before the `count`-th become −inf. */
+INLINE void hide_first(float *scores, int64_t count, int64_t num_strips) {
+    const __m512 hidden = _mm512_set1_ps(-INFINITY);
+    int64_t strip = 0;
+    for (; strip < num_strips && count >= STRIP; strip++, count -= STRIP) _mm512_store_ps(scores + strip * STRIP, hidden);
+    if (strip < num_strips && count > 0)
+        _mm512_mask_store_ps(scores + strip * STRIP, (__mmask16)((1u << count) - 1), hidden);
+}
+
 /* Scores from the `visible`-th on become −inf. */
 INLINE void hide(float *scores, int64_t visible, int64_t num_strips) {
     const __m512 hidden = _mm512_set1_ps(-INFINITY);
@@ -251,9 +260,12 @@ INLINE void attend_block(int R, const attention_args *a, const workspace *w, con
     score_block(R, a, w->query + first * QUERY_STRIDE(1), tile, &values,
                 ceil_div(groups_ahead(&values), even_strips / 2), num_strips, w->scores);
     visible += first / group;
-    if (visible < even_strips * STRIP) {
+    const int64_t most_visible = visible + (first % group + num_rows - 1) / group;
+    if (visible < even_strips * STRIP || (a->window && most_visible > a->window)) {
         for (int64_t r = 0, head = first % group; r < num_rows; r++) {
-            hide((float *)(w->scores + r * SCORE_STRIDE), visible, even_strips);
+            float *scores = (float *)(w->scores + r * SCORE_STRIDE);
+            hide(scores, visible, even_strips);
+            if (a->window) hide_first(scores, visible - a->window, even_strips);
             if (++head == group) head = 0, visible++;
         }
     }

@@ -14,7 +14,7 @@ void shape_tiles(void);
 void bring_keys(const key_tile *tile, int64_t head_size);
 
 /* Take one key tile into best, total and sums of rows [first, M) of the workspace. Row m sees
- * `visible` + m / group of its keys. Keys of `next` are going to be read after that. */
+ * the first `visible` + m / group of its keys, of these the last `window` if there is one. Keys of `next` are going to be read after that. */
 void attend_on_tiles(const attention_args *a, const workspace *w, const key_tile *tile, const key_tile *next,
                      int64_t first, int64_t M, int64_t visible);
 #else

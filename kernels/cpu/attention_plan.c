@@ -11,10 +11,13 @@
 #define KEY_COST (HAS_AMX ? 64 : 8)
 #define NUM_BUCKETS 64
 
-static int64_t cost(const attention_tile *tile, int64_t group) {
-    int64_t keys = tile->num_keys;
-    if (tile->split >= 0) keys = keys - tile->split * SPLIT < SPLIT ? keys - tile->split * SPLIT : SPLIT;
-    return keys * (KEY_COST + tile->num_rows * group);
+static int64_t cost(const attention_args *args, const attention_tile *tile) {
+    int64_t begin = first_key_of(args, tile), end = tile->num_keys;
+    if (tile->split >= 0) {
+        if (begin < tile->split * SPLIT) begin = tile->split * SPLIT;
+        if (end > (tile->split + 1) * SPLIT) end = (tile->split + 1) * SPLIT;
+    }
+    return (end - begin) * (KEY_COST + tile->num_rows * (args->heads / args->kv_heads));
 }
 
 /* Every sequence's chunk in items, into `out`; how many. */
@@ -34,37 +37,37 @@ static int64_t cut_into_items(const attention_args *args, const step *step, atte
 }
 
 /* Counting sort by cost, the dearest first: nobody should begin a long tile last. */
-static void sort_tiles(const attention_tile *from, int64_t count, int64_t group, attention_tile *to) {
+static void sort_tiles(const attention_args *args, const attention_tile *from, int64_t count, attention_tile *to) {
     int64_t starts[NUM_BUCKETS + 1] = {0}, dearest = 1;
     for (int64_t i = 0; i < count; i++)
-        if (cost(&from[i], group) > dearest) dearest = cost(&from[i], group);
+        if (cost(args, &from[i]) > dearest) dearest = cost(args, &from[i]);
     for (int64_t i = 0; i < count; i++)
-        starts[NUM_BUCKETS - cost(&from[i], group) * (NUM_BUCKETS - 1) / dearest]++;
+        starts[NUM_BUCKETS - cost(args, &from[i]) * (NUM_BUCKETS - 1) / dearest]++;
     for (int64_t i = 1; i <= NUM_BUCKETS; i++) starts[i] += starts[i - 1];
     for (int64_t i = count - 1; i >= 0; i--)
-        to[--starts[NUM_BUCKETS - cost(&from[i], group) * (NUM_BUCKETS - 1) / dearest]] = from[i];
+        to[--starts[NUM_BUCKETS - cost(args, &from[i]) * (NUM_BUCKETS - 1) / dearest]] = from[i];
 }
 
 static void make_plan(const attention_args *args, const step *step, int num_threads) {
     attention_plan *plan = args->plan;
     attention_tile *items = plan->tiles, *tiles = unsorted_tiles(args);
-    const int64_t group = args->heads / args->kv_heads, num_items = cut_into_items(args, step, items);
+    const int64_t num_items = cut_into_items(args, step, items);
     int64_t total = 0, num_tiles = 0, num_merges = 0, num_partials = 0;
-    for (int64_t i = 0; i < num_items; i++) total += cost(&items[i], group);
+    for (int64_t i = 0; i < num_items; i++) total += cost(args, &items[i]);
     const int64_t limit = num_threads > 1 ? total * args->kv_heads / (num_threads * TILES_PER_THREAD) : INT64_MAX;
     for (int64_t i = 0; i < num_items; i++) {
         attention_tile tile = items[i];
-        const int32_t splits = num_splits(&tile);
-        if (splits == 1 || cost(&tile, group) <= limit || num_partials + splits * tile.num_rows > args->max_partials) {
+        const int32_t first = first_split(args, &tile), end = num_splits(&tile), splits = end - first;
+        if (splits == 1 || cost(args, &tile) <= limit || num_partials + splits * tile.num_rows > args->max_partials) {
             tiles[num_tiles++] = tile;
             continue;
         }
         tile.first_partial = (int32_t)num_partials;
         num_partials += splits * tile.num_rows;
         merges(args)[num_merges++] = tile;
-        for (tile.split = 0; tile.split < splits; tile.split++) tiles[num_tiles++] = tile;
+        for (tile.split = first; tile.split < end; tile.split++) tiles[num_tiles++] = tile;
     }
-    sort_tiles(tiles, num_tiles, group, plan->tiles);
+    sort_tiles(args, tiles, num_tiles, plan->tiles);
     plan->num_tiles = num_tiles;
     plan->num_merges = num_merges;
 }

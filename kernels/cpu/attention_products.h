@@ -19,18 +19,19 @@ typedef struct key_tile {
 
 /* Thread-own memory for M rows, which are padded to a multiple of LANES; what padding holds doesn't matter. */
 typedef struct workspace {
-    char *query;  /* [M, head_size] of the cache's dtype */
-    char *scores; /* [M, KEY_TILE] float, then weights in the cache's dtype at the same stride */
+    char *query;  /* [M, head_size] of the query's dtype */
+    char *scores; /* [M, KEY_TILE] float, then weights in the query's dtype at the same stride */
     float *best, *total, *sums;             /* [M], [M], [M, head_size]: of this split */
     float *all_best, *all_total, *all_sums; /* of the splits before */
     float *new_best, *shrink;               /* [M] */
+    float *key_scales, *value_scales;       /* [KEY_TILE]: of a quantized cache's tile */
     char *copies;
 } workspace;
 
-/* Scores of rows [first, num_rows) with all keys of `num_strips` strips. */
-void score_rows(int is_bf16, const char *query, const key_tile *tile, int64_t num_strips, int64_t first,
+/* Scores of rows [first, num_rows) with all keys of `num_strips` strips, of a cache of `dtype`. */
+void score_rows(int dtype, const char *query, const key_tile *tile, int64_t num_strips, int64_t first,
                 int64_t num_rows, int64_t head_size, char *scores);
 
 /* sums = sums · shrink + weights · values for rows [first, num_rows). Keys of `next` are going to be read after that. */
-void mix_rows(int is_bf16, const char *weights, const key_tile *tile, const key_tile *next, int64_t num_strips,
+void mix_rows(int dtype, const char *weights, const key_tile *tile, const key_tile *next, int64_t num_strips,
               int64_t first, int64_t num_rows, int64_t head_size, const float *shrink, float *sums);

@@ -144,7 +144,7 @@ def build(
     flags = (*_FLAGS, *_MACHINE_FLAGS[isa], *extra_flags)
     name = f"kernels-{isa.value}-{_digest(flags)}.so"
     for path in (BUILT / name, cache_folder / name):
-        if path.is_file():
+        if _is_whole(path):
             return Build(path, is_new=False)
     compiler = next((found for candidate in _COMPILERS if (found := shutil.which(candidate))), None)
     if compiler is None:
@@ -168,11 +168,32 @@ def _compile(command: list[str], path: Path) -> None:
         status, errors = run_compiler([*command, "-o", str(made), "-lm"], timeout_s=COMPILE_TIMEOUT_S)
         if status:
             raise CpuKernelsUnavailable(f"{command[0]} failed: {errors.strip()[-2000:]}")
+        _seal(made)
         made.rename(path)
     except subprocess.TimeoutExpired:
         raise CpuKernelsUnavailable(f"{command[0]} took longer than {COMPILE_TIMEOUT_S:.0f} s") from None
     finally:
         made.unlink(missing_ok=True)
+
+
+def _seal(library: Path) -> None:
+    """Append the digest of what was compiled, which loaders ignore: what a crash of the machine, a full disk or another
+    program left of it would kill whoever loads it."""
+    content = library.read_bytes()
+    if not content:
+        raise CpuKernelsUnavailable("the compiler reported success and wrote nothing")
+    with library.open("ab") as file:
+        file.write(hashlib.sha256(content).digest())
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether the file is there and is what `_seal` left."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    size = hashlib.sha256().digest_size
+    return hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
 def _digest(flags: tuple[str, ...]) -> str:

@@ -39,7 +39,7 @@ static inline void linear_prefetch_outputs(const linear_args *args, int64_t firs
     const int64_t end = begin + num_panels * LANES / per_output * size;
     for (int64_t row = first_row; row < first_row + num_rows; row++) {
         const char *y = (const char *)args->y + row * args->y_stride * size;
-        for (int64_t offset = begin; offset < end; offset += 64) _mm_prefetch(y + offset, _MM_HINT_T1);
+        for (int64_t offset = begin; offset < end; offset += 64) prefetch_to_write(y + offset);
     }
 }
 

@@ -70,7 +70,7 @@ typedef struct linear_args {
 } linear_args;
 
 /* Rotates queries and keys of `qkv` [rows, (heads + 2 kv_heads) · head_size] float by the row's position; queries go
- * to `query` [rows, heads, head_size] in the cache's dtype, multiplied by `query_scale` (which is to hold the factor of
+ * to `query` [rows, heads, head_size] in query_dtype(cache_dtype), multiplied by `query_scale` (which is to hold the factor of
  * the scores and log2(e), see attention.c); keys and values go into the cache at the row's slot. */
 typedef struct rotary_kv_args {
     const float *qkv;
@@ -82,12 +82,12 @@ typedef struct rotary_kv_args {
     float query_scale;
 } rotary_kv_args;
 
-/* Causal attention of the step's chunks over the paged cache, into `out` [rows, out_stride] in `out_dtype` (F32, BF16,
+/* Causal attention of the step's chunks over the paged cache, of each row over its last `window` keys, into `out` [rows, out_stride] in `out_dtype` (F32, BF16,
  * or F32 rows that OP_QUANTIZE reads). OP_ATTENTION_PLAN cuts the step into tiles once (`plan`, read by all layers);
  * OP_ATTENTION computes them; where a tile's context was cut into splits, OP_ATTENTION_MERGE adds these up in order.
  * See attention.h. */
 typedef struct attention_args {
-    const void *query; /* [rows, heads, head_size], scaled, in the cache's dtype */
+    const void *query; /* [rows, heads, head_size], scaled, in query_dtype(cache_dtype) */
     const void *cache; /* as in rotary_kv_args */
     void *plan;        /* attention_plan, with room for max_rows and max_partials */
     float *partial;    /* [max_partials, heads, head_size] sums of values, then [max_partials, heads, 2] best, total */
@@ -95,6 +95,7 @@ typedef struct attention_args {
     int64_t heads, kv_heads, head_size, block_size, block_stride, out_stride; /* elements */
     int64_t max_rows;     /* of a step */
     int64_t max_partials; /* (row, split) pairs that may be computed apart in a step; any number gives the same bits */
+    int64_t window;       /* keys that a row sees at most, its own the last of them; 0: all up to its own */
     int32_t cache_dtype;
     int32_t out_dtype;
 } attention_args;

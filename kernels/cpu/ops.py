@@ -14,6 +14,7 @@ class Dtype(IntEnum):
     BF16 = 1
     INT8 = 2
     INT4 = 3
+    FP8 = 4
 
 
 class Epilogue(IntEnum):
@@ -157,6 +158,7 @@ class AttentionArgs(ctypes.Structure):
         ("out_stride", c_int64),
         ("max_rows", c_int64),
         ("max_partials", c_int64),
+        ("window", c_int64),
         ("cache_dtype", c_int32),
         ("out_dtype", c_int32),
     )

@@ -14,7 +14,7 @@
 #define LANES 16 /* floats in a vector register */
 
 /* Element types of activations, caches and weights. */
-enum dtype { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
+enum dtype { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, FP8 = 4 /* e4m3; of caches only */ };
 
 /* One step: num_rows tokens, chunk after chunk of num_sequences sequences. All arrays belong to the caller. */
 typedef struct step {
@@ -80,5 +80,9 @@ pool *pool_open(int32_t num_threads, int32_t max_ops);
 void pool_start(pool *pool, op *ops, int32_t num_ops, const step *step);
 void pool_wait(pool *pool);
 void pool_close(pool *pool);
+
+/* Bring a line that is going to be written into the cache, as this core's own. An instruction, not the builtin: GCC takes
+ * a function that does nothing but prefetch for one without effect, and drops its calls. */
+static inline void prefetch_to_write(const void *p) { __asm__ volatile("prefetchw %0" ::"m"(*(const char *)p)); }
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -2,10 +2,11 @@
  *
  * A head vector (a, b) of two halves becomes (a·cos + b·(−sin), b·cos + a·sin): multiplied, multiplied, added, each
  * rounded to float, the very operations of kernels/rotary.py. bfloat16 is rounded to nearest even (numbers below
- * 2⁻¹²⁶ become zero).
+ * 2⁻¹²⁶ become zero); int8 and fp8 get a scale for each row and head (kv_quantize.h).
  *
  * A tile is some rows. Two rows of one pair of keys may be in different tiles: each writes its own bytes only. */
 #include "kv_cache.h"
+#include "kv_quantize.h"
 #include "ops.h"
 #include "vector.h"
 
@@ -56,15 +57,27 @@ static void write_value(const float *x, int64_t head_size, int64_t offset, int32
     for (int64_t i = 0; i < head_size; i++) pairs[2 * i] = narrow[i];
 }
 
+/* A key's and a value's numbers and scales. */
+static void write_quantized(const float *key, const float *value, const rotary_kv_args *a, const kv_layout *layout,
+                            int64_t offset, char *part) {
+    uint8_t numbers[MAX_HEAD_SIZE];
+    uint16_t *scales = (uint16_t *)(part + layout->scales_at) + offset;
+    scales[0] = quantize_head(key, a->head_size, a->cache_dtype, numbers);
+    for (int64_t i = 0; i < a->head_size; i++) ((uint8_t *)part)[i * a->block_size + offset] = numbers[i];
+    uint8_t *values = (uint8_t *)part + layout->key_bytes + offset * a->head_size;
+    scales[a->block_size] = quantize_head(value, a->head_size, a->cache_dtype, values);
+}
+
 static void run_row(const rotary_kv_args *a, const step *step, int64_t row) {
     _Alignas(64) float rotated[MAX_HEAD_SIZE];
     const int64_t size = a->head_size;
     const float *x = a->qkv + row * (a->heads + 2 * a->kv_heads) * size;
     const float *cos_sin = a->cos_sin + step->positions[row] * size;
-    char *query = (char *)a->query + row * a->heads * size * element_bytes(a->cache_dtype);
+    const int32_t dtype = query_dtype(a->cache_dtype);
+    char *query = (char *)a->query + row * a->heads * size * element_bytes(dtype);
     for (int64_t head = 0; head < a->heads; head++) {
         rotate(x + head * size, cos_sin, size, a->query_scale, rotated);
-        write_query(rotated, size, a->cache_dtype, query + head * size * element_bytes(a->cache_dtype));
+        write_query(rotated, size, dtype, query + head * size * element_bytes(dtype));
     }
     const int64_t slot = step->slots[row];
     if (slot < 0) return;
@@ -73,8 +86,13 @@ static void run_row(const rotary_kv_args *a, const step *step, int64_t row) {
     const int64_t offset = slot % a->block_size;
     for (int64_t head = 0; head < a->kv_heads; head++, part += layout.head_bytes) {
         rotate(x + (a->heads + head) * size, cos_sin, size, 1.0f, rotated);
+        const float *value = x + (a->heads + a->kv_heads + head) * size;
+        if (has_scales(a->cache_dtype)) {
+            write_quantized(rotated, value, a, &layout, offset, part);
+            continue;
+        }
         write_key(rotated, size, a->block_size, offset, a->cache_dtype, part);
-        write_value(x + (a->heads + a->kv_heads + head) * size, size, offset, a->cache_dtype, part + layout.key_bytes);
+        write_value(value, size, offset, a->cache_dtype, part + layout.key_bytes);
     }
 }
 

@@ -78,6 +78,7 @@ static inline int32_t largest_of_ints(ints x) { return _mm512_reduce_max_epi32(x
 static inline floats as_floats(ints x) { return _mm512_castsi512_ps(x); }
 static inline ints as_ints(floats x) { return _mm512_castps_si512(x); }
 static inline floats floats_from_int8(__m128i x) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x)); }
+static inline floats load_int8(const void *p) { return floats_from_int8(_mm_loadu_si128(p)); }
 /* To the nearest even; all within [−128, 127]. */
 static inline __m128i to_int8(floats x) { return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)); }
 static inline floats floats_from_half(__m256i x) { return _mm512_cvtph_ps(x); }

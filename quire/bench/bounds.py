@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.bench.limits import Limits
-from quire.bench.random_model import ModelShape
+from quire.bench.model_shapes import ModelShape
 
 KV_BYTES = 2
 ATTENTION_TYPE = "bf16"
@@ -65,19 +65,22 @@ class Bounds:
         weights = 2 * (_num_body(self.shape) + _num_head(self.shape))
         return max(num_bytes / self.limits.read, self._compute(rows * weights, rows * self._attention(context)))
 
-    def prefill(self, prompts: Sequence[int]) -> float:
-        """All tokens of prompts of these lengths, and the logits of the last one of each."""
+    def prefill(self, prompts: Sequence[int], *, num_shared: int = 0) -> float:
+        """All tokens of prompts of these lengths, and the logits of the last one of each; the first `num_shared` tokens
+        of all but one are known."""
         body, head = _num_body(self.shape), _num_head(self.shape)
+        num_known = num_shared * (len(prompts) - 1)
         attention = sum(length * self._attention(length / 2) for length in prompts)
-        layers = max(
-            body * self.storage.body_bytes / self.limits.read, self._compute(2 * body * sum(prompts), attention)
-        )
+        attention -= num_known * self._attention(num_shared / 2)
+        num_tokens = sum(prompts) - num_known
+        layers = max(body * self.storage.body_bytes / self.limits.read, self._compute(2 * body * num_tokens, attention))
         logits = max(head * self.storage.head_bytes / self.limits.read, self._compute(2 * head * len(prompts), 0))
         return layers + logits
 
-    def wall(self, requests: Sequence[Lengths]) -> float:
-        """Requests that come at once, from the first byte in to the last token out; nothing shared between them."""
-        total = self.prefill([num_in for num_in, _ in requests])
+    def wall(self, requests: Sequence[Lengths], *, num_shared: int = 0) -> float:
+        """Requests that come at once, from the first byte in to the last token out; they share their first `num_shared`
+        tokens."""
+        total = self.prefill([num_in for num_in, _ in requests], num_shared=num_shared)
         for drawn in range(1, max(num_out for _, num_out in requests)):
             contexts = [num_in + drawn for num_in, num_out in requests if num_out > drawn]
             total += self.step(len(contexts), sum(contexts) / len(contexts))

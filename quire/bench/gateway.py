@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import uvloop
 
 from quire.bench import machine, service_load
 from quire.bench.mock_cell import CellPlan, MockCell
-from quire.bench.random_model import write_random_model
+from quire.bench.report import shown
 from quire.bench.stream_client import as_background
 from shared import config
 from shared.errors import ConfigError, shorten
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     report = measure(settings)
     print(format_report(report))
     if settings.json:
-        document = {"settings": asdict(settings), "machine": machine.describe(), "results": report}
+        document = {"settings": shown(settings), "machine": machine.describe(), "results": report}
         Path(settings.json).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         print(f"all figures are in {settings.json}")
     return 1 if report["errors"] else 0
@@ -62,6 +62,8 @@ def main(argv: list[str]) -> int:
 
 def measure(settings: GatewayBenchConfig) -> dict[str, Any]:
     """All figures, and `errors`: what was wrong with answers."""
+    from quire.bench.random_model import write_random_model  # needs torch, which takes seconds to import
+
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as name:
         folder = Path(name)
         model = Path(settings.model) if settings.model else write_random_model("tiny", folder / "model")

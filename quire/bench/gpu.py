@@ -22,6 +22,7 @@ from shared import config
 from shared.config import EngineConfig, ModelConfig, WorkerConfig
 from shared.errors import ConfigError, shorten
 from shared.flags import setting
+from shared.paths import expand
 
 if TYPE_CHECKING:
     from quire.bench.gpu_cases import KernelCase
@@ -169,7 +170,7 @@ def time_on_card(run: Callable[[], object], repeats: int) -> float:
 
 def _measure_decode(settings: GpuBenchConfig) -> dict[str, Any]:
     if settings.model:
-        return measure_decode(Path(settings.model).expanduser(), settings, "cuda")
+        return measure_decode(expand("--model", settings.model), settings, "cuda")
     from quire.bench.random_model import write_random_model
 
     with tempfile.TemporaryDirectory() as folder:

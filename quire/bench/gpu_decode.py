@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 
-from gpu_worker.engine.batch_plan import BatchPlan, PlannedChunk
+from gpu_worker.engine.chunks import BatchPlan, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.model.assembly import load_runner
 from gpu_worker.model.runner import DecoderRunner

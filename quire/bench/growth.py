@@ -1,4 +1,5 @@
-"""`quire bench growth`: how the cost of a step grows with what grows: batch, context, cache size, waiting requests.
+"""`quire bench growth`: how the cost of a step grows with what grows: batch, context, cache size, waiting requests,
+workers.
 
 Everything runs in this process, without services. Batch, context and cache size are measured with a model. The cache
 size and the number of waiting requests are measured once more with a model that takes no time (`NullRunner`), where a
@@ -15,9 +16,9 @@ from quire.bench import machine, report, stepping
 from quire.bench.bounds import STORAGES, Bounds
 from quire.bench.limits import NO_LIMITS
 from quire.bench.model_cache import ensure_model
+from quire.bench.model_shapes import SHAPES
 from quire.bench.progress import say
 from quire.bench.queued_policy import QueuedPolicy
-from quire.bench.random_model import SHAPES
 from quire.bench.stepping import Bench, NullRunner, TimedSteps
 from quire.bench.svg import Lines, render
 from shared import config
@@ -47,18 +48,22 @@ class Sizes:
     caches: tuple[int, ...] = (1024, 4096, 16_384, 65_536)
     null_caches: tuple[int, ...] = (1024, 16_384, 262_144, 1_048_576)
     queues: tuple[int, ...] = (1, 10, 100, 1000, 10_000)
+    policy_queues: tuple[int, ...] = (1, 10, 100, 1000, 10_000, 100_000)
+    workers: tuple[int, ...] = (1, 10, 100, 1000)
+    policy_waiting: int = 10_000
     steps: int = 30
     null_steps: int = 200
 
 
-QUICK = Sizes(batches=(1, 2), contexts=(32, 64), caches=(64, 128), null_caches=(64, 1024), queues=(1, 100), steps=2,
-              null_steps=10)  # fmt: skip
+QUICK = Sizes(batches=(1, 2), contexts=(32, 64), caches=(64, 128), null_caches=(64, 1024), queues=(1, 100),
+              policy_queues=(1, 100), workers=(1, 10), policy_waiting=100, steps=2, null_steps=10)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrowthConfig:
     model: str = setting("tiny", "random model to measure with", choices=tuple(SHAPES), is_positional=True)
     engine_flags: str = setting("", 'more flags for the worker, in one argument: "--num-threads 2"')
+    only: str = setting("all", "what to measure; policy: the scheduler's policy, no model", choices=("all", "policy"))
     out: str = setting("benchmarks/results", "folder for the JSON and the plots")
     cache_dir: str = setting("", "folder of the random models; default: ~/.cache/quire")
     quick: bool = setting(False, "a test model and few points: does it all work? No figures to quote")
@@ -74,24 +79,27 @@ def main(argv: list[str]) -> int:
     charts = measure(settings, sizes)
     about = machine.describe()
     document = {
-        "date": report.today(), "machine": about, "settings": asdict(settings), "sizes": asdict(sizes),
+        "date": report.today(), "machine": about, "settings": report.shown(settings), "sizes": asdict(sizes),
         "charts": [asdict(chart) for chart in charts],
     }  # fmt: skip
-    title = f"quire {about['commit']}, {document['date']}, {settings.model}, {about['cores']} cores of {about['cpu']}"
+    subject = settings.model if settings.only == "all" else "the scheduler's policy"
+    title = f"quire {about['commit']}, {document['date']}, {subject}, {about['cores']} cores of {about['cpu']}"
     print("\n\n".join(map(format_chart, charts)))
-    for path in report.write(folder, f"growth-{settings.model}", document, render(title, charts)):
+    name = settings.model if settings.only == "all" else settings.only
+    for path in report.write(folder, f"growth-{name}", document, render(title, charts)):
         print(f"written: {path}")
     return 0
 
 
 def measure(settings: GrowthConfig, sizes: Sizes) -> list[Lines]:
     """All charts. Raises `ConfigError` when the model or a flag does not allow them."""
+    if settings.only == "policy":
+        return _policy_charts(sizes)
     batch_ms, batch_rate = _by_batch(settings, sizes)
     decode_ms, chunk_ms = _by_context(settings, sizes)
     cache_ms = _by_cache(settings, sizes)
     null_cache_us = _null_by_cache(sizes)
     queue_us = _null_by_queue(sizes)
-    policy_us = _policy_by_queue(sizes)
     steps, micros = "ms a step", "µs"
     return [
         _chart("batch", "sequences that decode", steps, batch_ms),
@@ -101,7 +109,19 @@ def measure(settings: GrowthConfig, sizes: Sizes) -> list[Lines]:
         _chart("cache size (flat), batch 8", "KV blocks there are", steps, cache_ms),
         _chart("cache size (flat), no model", "KV blocks there are", micros, null_cache_us),
         _chart("waiting in the engine (flat), no model", "waiting sequences", micros, queue_us),
-        _chart("waiting in the scheduler (flat)", "queued requests", "µs an event", policy_us),
+        *_policy_charts(sizes),
+    ]
+
+
+def _policy_charts(sizes: Sizes) -> list[Lines]:
+    by_queue = _policy(sizes, [(num_waiting, 1) for num_waiting in sizes.policy_queues])
+    by_workers = _policy(sizes, [(sizes.policy_waiting, num_workers) for num_workers in sizes.workers])
+    queued: Series = {kind: [(waiting, us) for (waiting, _), us in points] for kind, points in by_queue.items()}
+    working: Series = {kind: [(workers, us) for (_, workers), us in points] for kind, points in by_workers.items()}
+    title = f"workers of the scheduler (flat), {sizes.policy_waiting:,} wait"
+    return [
+        _chart("waiting in the scheduler (log n at most)", "queued requests", "µs an event", queued),
+        _chart(title, "workers", "µs an event", working),
     ]
 
 
@@ -181,12 +201,14 @@ def _null_by_queue(sizes: Sizes) -> Series:
     return series
 
 
-def _policy_by_queue(sizes: Sizes) -> Series:
-    series: Series = {}
-    for num_waiting in sizes.queues:
-        say(f"{num_waiting:,} waiting in the scheduler")
-        for kind, seconds in QueuedPolicy(num_waiting).time_events(sizes.null_steps).items():
-            series.setdefault(kind, []).append((num_waiting, 1e6 * seconds))
+def _policy(sizes: Sizes, cells: list[tuple[int, int]]) -> dict[str, list[tuple[tuple[int, int], float]]]:
+    """Microseconds of each kind of event in each cell of (waiting requests, workers)."""
+    series: dict[str, list[tuple[tuple[int, int], float]]] = {}
+    for num_waiting, num_workers in cells:
+        say(f"{num_waiting:,} waiting in the scheduler, {num_workers:,} workers")
+        count = max(sizes.null_steps, 2 * num_workers)
+        for kind, seconds in QueuedPolicy(num_waiting, num_workers).time_events(count).items():
+            series.setdefault(kind, []).append(((num_waiting, num_workers), 1e6 * seconds))
     return series
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import uvloop
 
-from gpu_worker.engine.batch_plan import BatchPlan, DrawnToken
+from gpu_worker.engine.batch_plan import DrawnToken
+from gpu_worker.engine.chunks import BatchPlan
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.service import WorkerService, new_place
 from shared import logs
@@ -43,6 +44,8 @@ class EchoModel:
     device = "none"
     num_blocks = 65_536
     key_cost = 0.0
+    host_memory = None
+    window = 0
 
     def __init__(self, *, step_s: float, block_size: int) -> None:
         self.block_size = block_size

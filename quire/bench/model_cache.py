@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire import checkpoint
 from quire.bench.progress import say
-from quire.bench.random_model import write_random_model
+from shared.paths import cache_folder
 
 
 def ensure_model(shape: str, cache_dir: str) -> Path:
@@ -15,8 +14,10 @@ def ensure_model(shape: str, cache_dir: str) -> Path:
     Args:
         cache_dir: as `quire serve` has it; empty for its default.
     """
-    folder = checkpoint.cache_dir(cache_dir) / "bench" / shape
+    folder = cache_folder(cache_dir) / "bench" / shape
     if not (folder / "model.safetensors").is_file():
+        from quire.bench.random_model import write_random_model  # needs torch, which takes seconds to import
+
         say(f"making {shape} in {folder}")
         write_random_model(shape, folder, report=say)
     return folder

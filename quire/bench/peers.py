@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 W1, W1_FIRST, W2 = "w1 time per output token", "w1 time to first token", "w2 output"
 W3, W4, W4_FIRST = "w3 wall, no prefix cache", "w4 longest stall of a stream", "w4 long prompt's time to first token"
+W3_CACHED = "w3 wall, cold prefix cache"
 MEMORY, START = "resident memory beyond weights + KV", "start to ready, second start"
 """Labels of the table's rows."""
 
@@ -18,23 +19,25 @@ class Peer:
     figure: float
 
 
-ZEN4 = "2 cores of an AMD EPYC (Zen 4), 2026-11-29"
+ZEN4 = "2 cores of an AMD EPYC (Zen 4), 2026-11-30"
 ZEN3 = "2 cores of an AMD EPYC (Zen 3), 2026-11-30"
 XEON_AMX = "2 cores of an Intel Xeon with AMX, 2026-11-30"
 
 PEERS: dict[str, dict[tuple[str, str], Peer]] = {
     ZEN4: {
-        (W1, "q05b-bf16"): Peer(name="vLLM CPU + zentorch, no HTTP", figure=31.2),
-        (W1_FIRST, "q05b-bf16"): Peer(name="vLLM CPU", figure=254),
-        (W2, "q05b-bf16"): Peer(name="vLLM CPU + zentorch", figure=175),
-        (W2, "q05b-int8"): Peer(name="vLLM CPU + zentorch, W8A8", figure=260),
-        (W3, "q05b-bf16"): Peer(name="vLLM CPU", figure=19.1),
-        (W4, "q05b-bf16"): Peer(name="OpenVINO GenAI", figure=0.68),
-        (W4_FIRST, "q05b-bf16"): Peer(name="OpenVINO GenAI", figure=5.17),
-        (W1, "q05b-int8"): Peer(name="llama.cpp server Q8_0", figure=19.9),
+        (W1, "q05b-bf16"): Peer(name="vLLM CPU + zentorch, no HTTP", figure=28.5),
+        (W1_FIRST, "q05b-bf16"): Peer(name="OpenVINO GenAI, no HTTP", figure=257),
+        (W2, "q05b-bf16"): Peer(name="vLLM CPU + zentorch, no HTTP", figure=179),
+        (W2, "q05b-int8"): Peer(name="vLLM CPU + zentorch, W8A8, no HTTP", figure=259),
+        (W3, "q05b-bf16"): Peer(name="vLLM CPU + zentorch, no HTTP", figure=18.1),
+        (W3_CACHED, "q05b-bf16-cached"): Peer(name="vLLM CPU, no HTTP, another day", figure=4.32),
+        (W3_CACHED, "q05b-int8-cached"): Peer(name="vLLM CPU, W8A8, no HTTP, another day", figure=2.82),
+        (W4, "q05b-bf16"): Peer(name="OpenVINO GenAI, no HTTP", figure=0.65),
+        (W4_FIRST, "q05b-bf16"): Peer(name="OpenVINO GenAI, no HTTP", figure=4.96),
+        (W1, "q05b-int8"): Peer(name="vLLM CPU + zentorch, W8A8, no HTTP", figure=22.2),
         (W1, "q05b-int4"): Peer(name="llama.cpp server Q4_0", figure=14.5),
-        (W1, "tiny-bf16"): Peer(name="llama.cpp server", figure=0.71),
-        (W2, "tiny-bf16"): Peer(name="llama.cpp server", figure=1745),
+        (W1, "tiny-bf16"): Peer(name="llama.cpp server", figure=0.41),
+        (W2, "tiny-bf16"): Peer(name="llama.cpp server", figure=2271),
         (MEMORY, "q05b-bf16"): Peer(name="llama.cpp server", figure=0.3),
         (START, "q05b-bf16"): Peer(name="OpenVINO GenAI", figure=1.0),
     },
@@ -43,6 +46,7 @@ PEERS: dict[str, dict[tuple[str, str], Peer]] = {
         (W1_FIRST, "q05b-bf16"): Peer(name="vLLM CPU, no HTTP", figure=116),
         (W2, "q05b-bf16"): Peer(name="vLLM CPU, no HTTP", figure=223),
         (W2, "q05b-int8"): Peer(name="vLLM CPU, W8A8, no HTTP", figure=284),
+        (W3_CACHED, "q05b-bf16-cached"): Peer(name="vLLM CPU, no HTTP", figure=2.98),
         (W4, "q05b-bf16"): Peer(name="OpenVINO GenAI, no HTTP", figure=0.33),
         (W4_FIRST, "q05b-bf16"): Peer(name="OpenVINO GenAI, no HTTP", figure=2.43),
         (W1, "q05b-int8"): Peer(name="vLLM CPU, W8A8, no HTTP", figure=41.1),

@@ -20,13 +20,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from quire.bench.model_shapes import SHAPES, ModelShape
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -36,85 +37,6 @@ CHAT_TEMPLATE = (
 _MAX_MERGED_BYTES = 16
 _LOGIT_STD = 3.0
 _QUERY_KEY_GAIN = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """Sizes of a random model. `vocab_size` (logits) may exceed `tokenizer_size`: padded ids without a token."""
-
-    architecture: str
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    intermediate_size: int
-    vocab_size: int
-    tokenizer_size: int
-    max_model_len: int
-    is_tied: bool
-    rope_theta: float = 10000.0
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @property
-    def has_qkv_bias(self) -> bool:
-        return self.architecture == "Qwen2ForCausalLM"
-
-
-SHAPES: dict[str, ModelShape] = {
-    "q05b": ModelShape(
-        architecture="Qwen2ForCausalLM",
-        hidden_size=896,
-        num_layers=24,
-        num_heads=14,
-        num_kv_heads=2,
-        intermediate_size=4864,
-        vocab_size=151_936,
-        tokenizer_size=151_936,
-        max_model_len=32_768,
-        is_tied=True,
-        rope_theta=1_000_000.0,
-    ),
-    "tiny": ModelShape(
-        architecture="Qwen2ForCausalLM",
-        hidden_size=256,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        intermediate_size=1024,
-        vocab_size=8192,
-        tokenizer_size=8192,
-        max_model_len=32_768,
-        is_tied=True,
-        rope_theta=1_000_000.0,
-    ),
-    "test": ModelShape(
-        architecture="LlamaForCausalLM",
-        hidden_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        intermediate_size=128,
-        vocab_size=512,
-        tokenizer_size=512,
-        max_model_len=4096,
-        is_tied=False,
-    ),
-    "test_qwen2": ModelShape(
-        architecture="Qwen2ForCausalLM",
-        hidden_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=1,
-        intermediate_size=128,
-        vocab_size=512,
-        tokenizer_size=512,
-        max_model_len=4096,
-        is_tied=True,
-    ),
-}
 
 
 def write_random_model(
@@ -221,7 +143,11 @@ def _write_configs(shape: ModelShape, folder: Path) -> None:
         "torch_dtype": "bfloat16",
     }
     if shape.architecture == "Qwen2ForCausalLM":
-        config |= {"use_sliding_window": False}
+        config |= {"use_sliding_window": shape.window is not None}
+        if shape.window is not None:
+            config |= {"sliding_window": shape.window, "max_window_layers": shape.num_full_layers}
+    elif shape.architecture == "MistralForCausalLM":
+        config |= {"sliding_window": shape.window}
     else:
         config |= {"attention_bias": False, "mlp_bias": False}
     generation = {

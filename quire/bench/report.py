@@ -6,13 +6,18 @@ import datetime
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.bench.bounds import Bounds
 from quire.bench.rows import Measured, lengths
 from quire.bench.svg import Bars, render
 from shared.errors import ConfigError, shorten
+from shared.paths import expand
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 HEAD = ("", "ours", "bound of this run", "our share of it", "aim", "reached", "reference (other program, elsewhere)")
 HEAD_PEER = ("peer in this run", "ours / peer")
@@ -20,6 +25,8 @@ SHORT_NAMES = {"time to first token": "TTFT", "time per output token": "TPOT", "
 BOUND_ROWS = (1, 8, 32)
 BOUND_CONTEXT = 256
 BOUND_PROMPTS = (128, 2048)
+NOT_SHOWN = {"api_key", "peer_api_key", "json", "plot", "out", "cache_dir"}
+"""Settings that have no place in results: keys, and where files of this machine lie."""
 
 
 def today() -> str:
@@ -27,9 +34,14 @@ def today() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
 
 
+def shown(settings: DataclassInstance) -> dict[str, Any]:
+    """What was set, for the results of a command."""
+    return {name: value for name, value in asdict(settings).items() if name not in NOT_SHOWN}
+
+
 def make_folder(flag: str, given: str) -> Path:
     """The folder to write to, which is there from now on. Raises `ConfigError` that names `flag`."""
-    folder = Path(given).expanduser()
+    folder = expand(flag, given)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -46,9 +58,14 @@ def write(folder: Path, name: str, document: Mapping[str, Any], drawing: str) ->
     """
     stem = f"{name}-{document['date']}-{document['machine']['commit'] or 'unknown'}"
     paths = [folder / f"{stem}.json", folder / f"{stem}.svg"]
-    paths[0].write_text(json.dumps(_without_nan(document), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    paths[0].write_text(to_text(document), encoding="utf-8")
     paths[1].write_text(drawing, encoding="utf-8")
     return paths
+
+
+def to_text(document: Mapping[str, Any]) -> str:
+    """`document` as the text of a JSON file; what is no number becomes null."""
+    return json.dumps(_without_nan(document), indent=2, allow_nan=False) + "\n"
 
 
 def _without_nan(value: Any) -> Any:

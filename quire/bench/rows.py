@@ -141,6 +141,11 @@ def _w3_wall(bounds: Bounds) -> float:
     return bounds.wall(lengths("w3"))
 
 
+def _w3_shared_wall(bounds: Bounds) -> float:
+    requests = lengths("w3")
+    return bounds.wall(requests, num_shared=workloads.W3_PREFIX)
+
+
 def _w4_first(bounds: Bounds) -> float:
     intruder = workloads.build("w4").intruder
     return bounds.prefill([len(intruder.prompt or ()) if intruder is not None else 0])
@@ -157,6 +162,13 @@ def _w2(configuration: str, aim: Aim | None, bound: Callable[[Bounds], float] | 
     return Row(
         label="w2 output", configuration=configuration, workload="w2", figure="output_tokens_per_s", unit="tokens/s",
         is_higher_better=True, bound=bound, aim=aim,
+    )  # fmt: skip
+
+
+def _w3_cached(configuration: str) -> Row:
+    return Row(
+        label="w3 wall, cold prefix cache", configuration=configuration, workload="w3", figure="wall_s", unit="s",
+        bound=_w3_shared_wall, aim=Aim(factor=0.75, of_peer=True),
     )  # fmt: skip
 
 
@@ -181,6 +193,8 @@ ROWS: tuple[Row, ...] = (
         label="w3 wall, no prefix cache", configuration="q05b-bf16", workload="w3", figure="wall_s", unit="s",
         bound=_w3_wall, aim=Aim(factor=0.87, of_peer=True),
     ),
+    _w3_cached("q05b-bf16-cached"),
+    _w3_cached("q05b-int8-cached"),
     Row(
         label="w4 longest stall of a stream", configuration="q05b-bf16", workload="w4", figure="longest_stall_ms",
         unit="s", scale=1e-3, aim=Aim(factor=0.25, of_peer=True),

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import aiohttp
 
 from quire.bench import machine, statistics, workloads
 from quire.bench.client import BenchClient, first_model
+from quire.bench.report import shown
 from quire.bench.statistics import Trace
 from quire.bench.workloads import BenchRequest, Workload
 from shared import config
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> int:
     reports = asyncio.run(measure(settings))
     print("\n".join(format_report(report) for report in reports))
     if settings.json:
-        document = {"settings": _shown(settings), "machine": machine.describe(), "results": reports}
+        document = {"settings": shown(settings), "machine": machine.describe(), "results": reports}
         Path(settings.json).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         print(f"all figures are in {settings.json}")
     return 1 if any(report["errors"] for report in reports) else 0
@@ -161,7 +162,3 @@ def format_report(report: dict[str, Any]) -> str:
         lines.append(f"  long prompt: TTFT {m['long_ttft_ms']:.1f} ms, longest stall {m['longest_stall_ms']:.1f} ms")
     lines += [f"  FAILED: {error}" for error in sorted(set(report["errors"]))[:5]]
     return "\n".join(lines)
-
-
-def _shown(settings: BenchConfig) -> dict[str, Any]:
-    return {name: value for name, value in asdict(settings).items() if name != "api_key"}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
+from abc import ABC, abstractmethod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +25,9 @@ from shared.process import dying_with_parent
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
+REPORT_TIMEOUT_S = 10.0
+REPORT_LAG_S = 3.0
+"""An idle worker reports once a second, and a gateway reads reports once a second for up to half of one."""
 POLL_S = 0.02
 SAMPLE_S = 0.25
 LOG_LINES = 15
@@ -72,13 +77,43 @@ class ServedModel:
 
     def num_blocks_used(self) -> int:
         """KV blocks in use now, by the gateway's metrics; 0 if they cannot be had."""
+        return self._gauge("vllm:num_blocks_used")
+
+    def num_kv_tokens(self) -> int:
+        """Tokens that the KV cache holds, by the gateway's metrics, once a worker has reported."""
+        deadline = time.monotonic() + REPORT_TIMEOUT_S
+        while not (num_tokens := self._gauge("quire:num_kv_tokens")):
+            if time.monotonic() > deadline:
+                raise QuireError("no worker has reported the size of its KV cache")
+            time.sleep(SAMPLE_S)
+        return num_tokens
+
+    def peaks(self) -> dict[str, float]:
+        """The most KV blocks that ever were in use, the most sequences that ran at the same time, and how many were
+        preempted; waits until the last report must have come. `live_rows`: of all rows that were computed to draw a
+        token the share of those for sequences that had not ended."""
+        time.sleep(REPORT_LAG_S)
+        drawn, padded = self._gauge("vllm:generation_tokens_total"), self._gauge("quire:padded_rows_total")
+        peaks = {name: self._gauge(f"quire:{name}") for name in ("most_blocks_used", "most_running")}
+        peaks["num_preemptions"] = self._gauge("vllm:num_preemptions_total")
+        return peaks | {"live_rows": drawn / max(1, drawn + padded)}
+
+    def gauges(self) -> dict[str, float]:
+        """The first value of each of the gateway's metrics; nothing if they cannot be had."""
         try:
             with _opener.open(f"{self.url}/metrics", timeout=5) as response:
                 lines = response.read().decode().splitlines()
         except OSError:
-            return 0
-        values = [line.rpartition(" ")[2] for line in lines if line.startswith("vllm:num_blocks_used")]
-        return int(float(values[0])) if values else 0
+            return {}
+        values: dict[str, float] = {}
+        for line in lines:
+            name, brace, _ = line.partition("{")
+            if brace and not line.startswith("#"):
+                values.setdefault(name, float(line.rpartition(" ")[2]))
+        return values
+
+    def _gauge(self, name: str) -> int:
+        return int(self.gauges().get(name, 0))
 
     def _launch(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "quire", "serve", str(self._model), "--port=0"]
@@ -123,14 +158,13 @@ class ServedModel:
         return "\n".join(self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
 
 
-class BlockWatch:
-    """Notes the most KV blocks that were in use within a `with` block, by asking four times a second in a thread."""
+class Watch(ABC):
+    """Looks at a cell four times a second within a `with` block, in a thread."""
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self.most = 0
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -144,4 +178,42 @@ class BlockWatch:
 
     def _run(self) -> None:
         while not self._stop.wait(SAMPLE_S):
-            self.most = max(self.most, self._served.num_blocks_used())
+            self.look(self._served)
+
+    @abstractmethod
+    def look(self, served: ServedModel) -> None:
+        """Note what is there now."""
+
+
+class BlockWatch(Watch):
+    """Notes the most KV blocks that were in use."""
+
+    most = 0
+
+    def look(self, served: ServedModel) -> None:
+        """Note the blocks in use."""
+        self.most = max(self.most, served.num_blocks_used())
+
+
+class SlotWatch(Watch):
+    """Notes, while somebody waits for memory, how much of it holds tokens."""
+
+    def __init__(self, served: ServedModel) -> None:
+        super().__init__(served)
+        self._of_used: list[float] = []
+        self._of_all: list[float] = []
+
+    def look(self, served: ServedModel) -> None:
+        """Note both shares, if anybody waits."""
+        found = served.gauges()
+        if found.get("vllm:num_requests_waiting", 0) > 0 and found.get("vllm:num_blocks_used", 0) > 0:
+            self._of_used.append(found["quire:kv_slot_utilization"])
+            self._of_all.append(found["quire:kv_slot_utilization"] * found["vllm:kv_cache_usage_perc"])
+
+    def shares(self) -> dict[str, float]:
+        """Means over time: of the token slots in blocks in use, and of all there are, those that held a token."""
+        return {"live_of_used": _mean(self._of_used), "live_of_all": _mean(self._of_all)}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

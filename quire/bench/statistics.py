@@ -62,6 +62,7 @@ def summarize(traces: Sequence[Trace], wall_s: float) -> dict[str, float]:
         "itl_ms_p50": percentile(gaps, 50),
         "itl_ms_p99": percentile(gaps, 99),
         "itl_ms_max": max(gaps, default=math.nan),
+        "latency_ms_p95": percentile((1000 * (t.arrivals[-1] - t.sent_at) for t in good), 95),
     }
 
 

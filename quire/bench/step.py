@@ -10,8 +10,9 @@ from typing import Any
 from quire import checkpoint
 from quire.bench import machine, stepping
 from quire.bench.model_cache import ensure_model
+from quire.bench.model_shapes import SHAPES
 from quire.bench.progress import say
-from quire.bench.random_model import SHAPES
+from quire.bench.report import shown
 from quire.bench.statistics import percentile
 from quire.bench.stepping import Bench, TimedSteps
 from shared import config
@@ -109,4 +110,4 @@ def _format(title: str, times: TimedSteps, settings: StepConfig) -> str:
 
 
 def _document(settings: StepConfig, times: TimedSteps) -> dict[str, Any]:
-    return {"settings": asdict(settings), "machine": machine.describe(), "times": asdict(times)}
+    return {"settings": shown(settings), "machine": machine.describe(), "times": asdict(times)}

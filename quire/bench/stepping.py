@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpu_worker.engine.batch_plan import BatchPlan, DrawnToken, ModelRunner
+from gpu_worker.engine.batch_plan import DrawnToken, ModelRunner
+from gpu_worker.engine.chunks import BatchPlan
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.sequence import Sequence as EngineSequence
 from gpu_worker.service import make_engine
@@ -21,6 +21,7 @@ from shared.clock import Clock, MonotonicClock
 from shared.config import EngineConfig, WorkerConfig
 from shared.ids import RequestId
 from shared.messages import SamplingParams
+from shared.prefix import new_key
 
 PARTS = ("plan", "inputs", "forward", "sampling", "rest of runner", "start", "keep", "view")
 """Of a step, in their order; what a runner names beside these comes last. A step that only takes the likeliest tokens
@@ -41,6 +42,7 @@ class NullRunner:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.key_cost = 0.0
+        self.window = 0
         self._token = DrawnToken(7)
         self._plan = BatchPlan(())
 
@@ -66,6 +68,7 @@ class TimedRunner:
         self.num_blocks = runner.num_blocks
         self.block_size = runner.block_size
         self.key_cost = runner.key_cost
+        self.window = runner.window
         self.finished_at = self.inside_s = self.inside_s_then = 0.0
 
     def prepare(self, plan: BatchPlan) -> None:
@@ -126,7 +129,7 @@ class TimedSteps:
 
 class Bench:
     """A worker's engine over `runner`, and ways to time it. It learns what steps cost as it does in a worker, so drafts
-    are taken while they pay.
+    are taken while they pay. It has no prefix cache: what is timed is to be computed.
 
     Args:
         limits: those of the engine.
@@ -137,7 +140,10 @@ class Bench:
         self, runner: ModelRunner, limits: EngineConfig, *, max_model_len: int, clock: Clock | None = None
     ) -> None:
         self._runner = TimedRunner(runner)
-        self.engine = make_engine(self._runner, limits, max_model_len=max_model_len, clock=clock or MonotonicClock())
+        limits = replace(limits, enable_prefix_caching=False)
+        self.engine = make_engine(
+            self._runner, limits, max_model_len=max_model_len, clock=clock or MonotonicClock(), prefix_key=new_key()
+        )
 
     def add(self, sequences: Iterable[EngineSequence]) -> None:
         """Let the engine take these in."""
@@ -238,7 +244,7 @@ def random_prompts(count: int, length: int, vocab_size: int, period: int = 0) ->
 
 def worker_config(model: Path, engine_flags: str, *more: str) -> WorkerConfig:
     """What a worker would be started with. Raises `ConfigError` for a wrong flag."""
-    argv = [f"--model={model}", *more, *shlex.split(engine_flags)]
+    argv = [f"--model={model}", *more, *flags.split("--engine-flags", engine_flags)]
     return flags.parse(WorkerConfig, argv, {}, program="python -m gpu_worker")
 
 

@@ -1,15 +1,19 @@
 """`quire bench table`: everything that README's results table shows, measured in one go on this machine.
 
-The story: make the models if they are not there; measure the machine's limits, before and after the rest; for each
-configuration (model × how weights are stored) start `quire serve` twice with one set of flags, time the second start,
-send w1 to w4 through HTTP, and look at the memory; print markdown tables, and write all figures (JSON) and a plot
-(SVG). A peer given by `--peer-url` gets each workload right after ours, from the same client.
+The story: make the models if they are not there; for each configuration (model × how weights are stored) start `quire
+serve` twice with one set of flags, time the second start, send w1 to w4 through HTTP, and look at the memory; print
+markdown tables, and write all figures (JSON) and a plot (SVG). A peer given by `--peer-url` gets each workload right
+after ours, from the same client. The prefix cache is off, but for w3 once more in configurations that end in
+"-cached": it knows nothing at the start of a round, since each has a prefix of its own.
+
+The machine's limits are measured for each configuration, right before and after its first workload, w1, which memory
+bounds: on a virtual machine that rate changes within seconds (37 and 63 GB/s were read within a minute).
 """
 
 from __future__ import annotations
 
 import asyncio
-import shlex
+import functools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,8 +23,8 @@ from quire.bench import machine, processes, report, rows, serve, workloads
 from quire.bench.bounds import STORAGES, Bounds
 from quire.bench.limits import NO_LIMITS, Limits, LimitsUnknown
 from quire.bench.model_cache import ensure_model
+from quire.bench.model_shapes import SHAPES
 from quire.bench.progress import say
-from quire.bench.random_model import SHAPES
 from quire.bench.serve import BenchConfig
 from quire.bench.served import BlockWatch, ServedModel
 from shared import config, flags
@@ -34,6 +38,7 @@ MEMORY_DEFINITION = (
 )
 
 
+ALL_WORKLOADS = ("w1", "w2", "w3", "w4")
 LARGEST_CACHE_BYTES = 128 << 20
 
 HIGHEST_TOKEN_IDS = {"q05b": workloads.HIGHEST_TOKEN_ID, "tiny": workloads.HIGHEST_TOKEN_ID_TINY, "test": 500}
@@ -41,18 +46,21 @@ HIGHEST_TOKEN_IDS = {"q05b": workloads.HIGHEST_TOKEN_ID, "tiny": workloads.HIGHE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """What one `quire serve` of the run is started with."""
+    """What one `quire serve` of the run is started with, and which workloads it gets at most."""
 
     shape: str
     storage: str
+    has_prefix_cache: bool = False
+    workloads: tuple[str, ...] = ALL_WORKLOADS
 
     @property
     def name(self) -> str:
-        return f"{self.shape}-{self.storage}"
+        return f"{self.shape}-{self.storage}" + ("-cached" if self.has_prefix_cache else "")
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return () if self.storage == "bf16" else (f"--quantization={self.storage}",)
+        quantized = () if self.storage == "bf16" else (f"--quantization={self.storage}",)
+        return quantized if self.has_prefix_cache else (*quantized, "--no-enable-prefix-caching")
 
     @property
     def highest_token_id(self) -> int:
@@ -65,18 +73,22 @@ CONFIGURATIONS = {
         Configuration(shape="q05b", storage="bf16"),
         Configuration(shape="q05b", storage="int8"),
         Configuration(shape="q05b", storage="int4"),
+        Configuration(shape="q05b", storage="bf16", has_prefix_cache=True, workloads=("w3",)),
+        Configuration(shape="q05b", storage="int8", has_prefix_cache=True, workloads=("w3",)),
         Configuration(shape="tiny", storage="bf16"),
         Configuration(shape="test", storage="bf16"),
     )
 }
-DEFAULT_CONFIGURATIONS = ("q05b-bf16", "q05b-int8", "q05b-int4", "tiny-bf16")
+DEFAULT_CONFIGURATIONS = (
+    "q05b-bf16", "q05b-int8", "q05b-int4", "q05b-bf16-cached", "q05b-int8-cached", "tiny-bf16",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableConfig:
     configuration: tuple[str, ...] = setting(DEFAULT_CONFIGURATIONS, "models and storages to measure: "
                                              + ", ".join(CONFIGURATIONS))  # fmt: skip
-    workload: tuple[str, ...] = setting(("w1", "w2", "w3", "w4"), "what to send")
+    workload: tuple[str, ...] = setting(ALL_WORKLOADS, "what to send")
     repeats: int = setting(3, "how often each; medians are shown", minimum=1)
     serve_flags: str = setting("", "more flags for `quire serve`, the same for everything, in one argument")
     threads: int | None = setting(None, "threads that the limits are measured with; default: all cores", minimum=1)
@@ -95,17 +107,15 @@ def main(argv: list[str]) -> int:
     settings = config.load(TableConfig, argv, program="quire bench table", description=__doc__ or "")
     _check(settings)
     if settings.quick:
-        chosen, effort = [CONFIGURATIONS["test-bf16"]], machine_limits.QUICK
-        settings = _quick(settings)
+        settings, chosen = _quick(settings), [CONFIGURATIONS["test-bf16"]]
     else:
-        chosen, effort = [CONFIGURATIONS[name] for name in settings.configuration], machine_limits.Effort()
-    known = _measure_limits(effort, settings.threads)
+        chosen = [CONFIGURATIONS[name] for name in settings.configuration]
     results = {c.name: _measure_or_tell(c, settings) for c in chosen}
-    if known is not None and (again := _measure_limits(effort, settings.threads)) is not None:
-        known = machine_limits.better(known, again)
-    bounds = {} if known is None else {c.name: _bounds(c, known) for c in chosen if _has_bounds(c, results[c.name])}
-    document = _document(settings, known, bounds, results)
-    _show(document, rows.evaluate(rows.rows_for(machine.kind()), results, bounds), bounds)
+    bounds = {
+        c.name: _bounds(c, Limits(**results[c.name]["limits"])) for c in chosen if _has_bounds(c, results[c.name])
+    }
+    document = _document(settings, bounds, results)
+    _show(document, rows.evaluate(rows.rows_for(machine.kind()), results, bounds), bounds, settings.out)
     return 1 if any(map(_has_failed, results.values())) else 0
 
 
@@ -119,8 +129,8 @@ def _check(settings: TableConfig) -> None:
         if name not in CONFIGURATIONS:
             raise ConfigError(f"--configuration={shorten(name)}: choose from {', '.join(CONFIGURATIONS)}")
     for name in settings.workload:
-        if name not in ("w1", "w2", "w3", "w4"):
-            raise ConfigError(f"--workload={shorten(name)}: choose from w1, w2, w3, w4")
+        if name not in ALL_WORKLOADS:
+            raise ConfigError(f"--workload={shorten(name)}: choose from {', '.join(ALL_WORKLOADS)}")
     if settings.peer_url:
         serve.check_url("--peer-url", settings.peer_url)
     _serve_config(settings)
@@ -129,25 +139,27 @@ def _check(settings: TableConfig) -> None:
 
 def _serve_config(settings: TableConfig) -> ServeConfig:
     """What `quire serve` makes of the flags given for it. Raises `ConfigError`."""
-    return flags.parse(ServeConfig, shlex.split(settings.serve_flags), {}, program="quire serve")
+    return flags.parse(ServeConfig, flags.split("--serve-flags", settings.serve_flags), {}, program="quire serve")
 
 
-def _measure_limits(effort: machine_limits.Effort, threads: int | None) -> Limits | None:
+def _measure_limits(settings: TableConfig, known: Limits | None = None) -> Limits | None:
+    """What the machine can do at most, as far as `known` and a look at it now show; None where nothing is known."""
     say("measuring the machine's limits (seconds)")
     before = processes.usage([])
     try:
-        known = machine_limits.measure(effort, threads)
+        effort = machine_limits.QUICK if settings.quick else machine_limits.Effort()
+        now = machine_limits.measure(effort, settings.threads)
     except LimitsUnknown as error:
         say(f"no limits, so no bounds: {error}")
-        return None
-    say(machine_limits.describe(known))
+        return known
+    say(machine_limits.describe(now))
     _others_cores(before, [], "the limits")
-    return known
+    return now if known is None else machine_limits.better(known, now)
 
 
 def _has_bounds(configuration: Configuration, result: dict[str, Any]) -> bool:
-    """Whether memory can be what bounds it: weights that fit into caches are read faster than was measured."""
-    return "workloads" in result and _bounds(configuration, NO_LIMITS).weight_bytes > LARGEST_CACHE_BYTES
+    """Whether limits are known and hold: weights that fit into caches are read faster than was measured."""
+    return result.get("limits") is not None and _bounds(configuration, NO_LIMITS).weight_bytes > LARGEST_CACHE_BYTES
 
 
 def _bounds(configuration: Configuration, known: Limits) -> Bounds:
@@ -155,12 +167,13 @@ def _bounds(configuration: Configuration, known: Limits) -> Bounds:
 
 
 def _measure_or_tell(configuration: Configuration, settings: TableConfig) -> dict[str, Any]:
-    """The result, or why there is none: it is `left_out` when this version does not offer it, else has `failed`."""
-    if configuration.flags and "quantization" not in flags.names(ServeConfig):
-        result = {"left_out": "`quire serve` has no --quantization in this version"}
+    """The result, or why there is none: it is `left_out` when no workload is for it, else has `failed`."""
+    names = [name for name in settings.workload if name in configuration.workloads]
+    if not names:
+        result = {"left_out": f"{', '.join(configuration.workloads)} only"}
     else:
         try:
-            return _measure(configuration, settings)
+            return _measure(configuration, settings, names)
         except QuireError as error:
             result = {"failed": str(error)}
     say(f"{configuration.name}: no figures: {result}")
@@ -171,24 +184,31 @@ def _has_failed(result: dict[str, Any]) -> bool:
     return "failed" in result or any(found["errors"] for found in result.get("workloads", {}).values())
 
 
-def _measure(configuration: Configuration, settings: TableConfig) -> dict[str, Any]:
-    """Everything about one configuration."""
+def _measure(configuration: Configuration, settings: TableConfig, names: list[str]) -> dict[str, Any]:
+    """Everything about one configuration.
+
+    Args:
+        names: of the workloads to send.
+    """
     model = ensure_model(configuration.shape, settings.cache_dir)
-    serve_flags = (*shlex.split(settings.serve_flags), *configuration.flags)
+    serve_flags = (*flags.split("--serve-flags", settings.serve_flags), *configuration.flags)
     say(f"{configuration.name}: starting `quire serve` twice, the second start is timed")
     with ServedModel(model, serve_flags):
         pass
     with ServedModel(model, serve_flags) as served, BlockWatch(served) as blocks:
         say(f"{configuration.name}: ready after {served.start_s:.2f} s")
         result: dict[str, Any] = {"start_s": served.start_s, "workloads": {}, "peer": {}}
-        resident = 0
-        for name in settings.workload:
+        resident, known = 0, _measure_limits(settings)
+        for name in names:
             ours = _our_client(configuration, settings, served.url, name)
             result["workloads"][name] = _send(ours, lambda: served.pids)
             resident = max(resident, processes.resident_bytes(served.pids))
+            if name == names[0]:
+                known = _measure_limits(settings, known)
             if settings.peer_url and configuration.name == settings.peer_as:
                 peer = _peer_client(configuration, settings, name)
                 result["peer"][name] = _send(peer, lambda: [*served.pids, *_peer_pids(settings)])
+    result["limits"] = None if known is None else asdict(known)
     return result | _memory(configuration, settings, resident, blocks.most)
 
 
@@ -239,24 +259,22 @@ def _memory(configuration: Configuration, settings: TableConfig, resident: int, 
     }
 
 
-def _document(
-    settings: TableConfig, known: Limits | None, bounds: dict[str, Bounds], results: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
-    shown = {name: value for name, value in asdict(settings).items() if name != "peer_api_key"}
+def _document(settings: TableConfig, bounds: dict[str, Bounds], results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    found = [Limits(**result["limits"]) for result in results.values() if result.get("limits")]
     return {
         "date": report.today(),
         "machine": machine.describe(),
-        "limits": None if known is None else asdict(known),
+        "limits": asdict(functools.reduce(machine_limits.better, found)) if found else None,
         "bounds": {name: report.bound_figures(bound) for name, bound in bounds.items()},
-        "settings": shown,
+        "settings": report.shown(settings),
         "memory_definition": MEMORY_DEFINITION,
         "results": results,
         "rows": [report.as_json(m) for m in rows.evaluate(rows.rows_for(machine.kind()), results, bounds)],
     }
 
 
-def _show(document: dict[str, Any], measured: list[rows.Measured], bounds: dict[str, Bounds]) -> None:
-    """Print the tables, write JSON and plot."""
+def _show(document: dict[str, Any], measured: list[rows.Measured], bounds: dict[str, Bounds], out: str) -> None:
+    """Print the tables, write JSON and plot into the folder `out`."""
     about, settings = document["machine"], document["settings"]
     limits_line = machine_limits.describe(Limits(**document["limits"])) if document["limits"] else "limits unknown"
     title = f"quire {about['commit']}, {document['date']}, {about['cores']} cores of {about['cpu']}"
@@ -270,9 +288,8 @@ def _show(document: dict[str, Any], measured: list[rows.Measured], bounds: dict[
     for name, result in document["results"].items():
         if reason := result.get("left_out") or result.get("failed"):
             print(f"Not measured: {name}: {reason.splitlines()[0]}")
-    for path in report.write(
-        report.make_folder("--out", settings["out"]), "table", document, report.draw_table(title, measured)
-    ):
+    drawing = report.draw_table(title, measured)
+    for path in report.write(report.make_folder("--out", out), "table", document, drawing):
         print(f"written: {path}")
 
 

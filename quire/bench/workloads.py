@@ -1,7 +1,7 @@
 """What a benchmark sends: four workloads with fixed seeds, or a JSONL file.
 
-Lengths are the same in every repeat; token ids differ by repeat, so that no prefix cache helps across repeats. They
-are drawn from 300 up to a limit that all vocabularies of a model size hold.
+Lengths are the same in every repeat; token ids differ by repeat, so that no prefix cache helps across repeats, but for
+a prefix that is to be known. They are drawn from 300 up to a limit that all vocabularies of a model size hold.
 
 | name | work |
 |---|---|
@@ -9,6 +9,12 @@ are drawn from 300 up to a limit that all vocabularies of a model size hold.
 | w2 | 32 at once, 32 to 256 in (4,522 in all), 16 to 256 out (4,622 in all) |
 | w3 | 16 at once, 512 shared and 32 own tokens in, 32 out |
 | w4 | 8 short streams (32 in, 160 out); once each has 24 tokens, one of 2,048 in, 32 out |
+| mixed | 64: 32 in; 56 of them 8 to 32 out, 8 of them 256 (mean 50, a fifth of the longest) |
+| lengths | 60: 54 of 64 tokens in all, half of them out, 6 of 1,500 with 64 out |
+| full | 24: 480 in, 128 out |
+| short | 32: 16 to 64 in, 32 out |
+| long | 6: 1,024 in, 64 out |
+| prefix-200, prefix-1500 | 16 at once, 50 own tokens in behind 200 or 1,500 that are the same in every repeat, 50 out |
 
 A line of a JSONL file is `{"prompt": text or token ids, "max_tokens": n}` or `{"messages": [...], "max_tokens": n}`.
 """
@@ -19,6 +25,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +79,9 @@ def build(name: str, *, repeat: int = 0, highest_token_id: int = HIGHEST_TOKEN_I
     return Workload(name=path.name, requests=requests)
 
 
+W3_PREFIX = 512
+
+
 def _w1(repeat: int, highest: int) -> Workload:
     rng = random.Random(101 + repeat)
     return Workload(name="w1", requests=(_request(_token_ids(rng, 128, highest), 128),))
@@ -87,7 +97,7 @@ def _w2(repeat: int, highest: int) -> Workload:
 
 def _w3(repeat: int, highest: int) -> Workload:
     rng = random.Random(404 + repeat)
-    prefix = _token_ids(rng, 512, highest)
+    prefix = _token_ids(rng, W3_PREFIX, highest)
     requests = tuple(_request(prefix + _token_ids(rng, 32, highest), 32) for _ in range(16))
     return Workload(name="w3", requests=requests)
 
@@ -98,7 +108,59 @@ def _w4(repeat: int, highest: int) -> Workload:
     return Workload(name="w4", requests=streams, intruder=_request(_token_ids(rng, 2048, highest), 32))
 
 
-_MAKERS: dict[str, Callable[[int, int], Workload]] = {"w1": _w1, "w2": _w2, "w3": _w3, "w4": _w4}
+def _known_prefix(num_shared: int, repeat: int, highest: int) -> Workload:
+    prefix = _token_ids(random.Random(606), num_shared, highest)
+    rng = random.Random(707 + repeat)
+    requests = tuple(_request(prefix + _token_ids(rng, 50, highest), 50) for _ in range(16))
+    return Workload(name=f"prefix-{num_shared}", requests=requests)
+
+
+def _mixed(repeat: int, highest: int) -> Workload:
+    lengths = random.Random(808)
+    outputs = [lengths.randint(8, 32) for _ in range(56)] + 8 * [256]
+    lengths.shuffle(outputs)
+    rng = random.Random(909 + repeat)
+    return Workload(name="mixed", requests=tuple(_request(_token_ids(rng, 32, highest), length) for length in outputs))
+
+
+def _sized(name: str, sizes: list[tuple[int, int]], repeat: int, highest: int) -> Workload:
+    """Requests of these lengths in and out, in an order that is always the same."""
+    random.Random(1010).shuffle(sizes)
+    rng = random.Random(1111 + repeat)
+    requests = tuple(_request(_token_ids(rng, num_in, highest), num_out) for num_in, num_out in sizes)
+    return Workload(name=name, requests=requests)
+
+
+def _lengths(repeat: int, highest: int) -> Workload:
+    return _sized("lengths", 54 * [(32, 32)] + 6 * [(1436, 64)], repeat, highest)
+
+
+def _full(repeat: int, highest: int) -> Workload:
+    return _sized("full", 24 * [(480, 128)], repeat, highest)
+
+
+def _short(repeat: int, highest: int) -> Workload:
+    lengths = random.Random(1212)
+    return _sized("short", [(lengths.randint(16, 64), 32) for _ in range(32)], repeat, highest)
+
+
+def _long(repeat: int, highest: int) -> Workload:
+    return _sized("long", 6 * [(1024, 64)], repeat, highest)
+
+
+_MAKERS: dict[str, Callable[[int, int], Workload]] = {
+    "w1": _w1,
+    "w2": _w2,
+    "w3": _w3,
+    "w4": _w4,
+    "mixed": _mixed,
+    "lengths": _lengths,
+    "full": _full,
+    "short": _short,
+    "long": _long,
+    "prefix-200": partial(_known_prefix, 200),
+    "prefix-1500": partial(_known_prefix, 1500),
+}
 
 
 def _token_ids(rng: random.Random, count: int, highest: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""When each request's time is up: a heap whose stale entries are skipped."""
+"""When something is due for each request: a heap whose stale entries are skipped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ what lives and not by all that came within a deadline's time."""
 
 
 class Deadlines:
-    """Live requests by deadline."""
+    """Requests by the time at which something is due for them."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, RequestId]] = []
@@ -23,10 +23,10 @@ class Deadlines:
         """Entries kept, stale ones too."""
         return len(self._heap)
 
-    def add(self, request: Request) -> None:
-        """Watch `request`."""
-        self._live[request.request_id] = request.deadline
-        heapq.heappush(self._heap, (request.deadline, request.request_id))
+    def add(self, request: Request, at: float) -> None:
+        """Watch `request` until `at`."""
+        self._live[request.request_id] = at
+        heapq.heappush(self._heap, (at, request.request_id))
 
     def remove(self, request: Request) -> None:
         """Watch it no longer."""
@@ -36,7 +36,7 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def due(self, now: float) -> list[RequestId]:
-        """Those whose deadline has come; each once."""
+        """Those whose time has come; each once."""
         found = []
         while self._heap and self._heap[0][0] <= now:
             deadline, request_id = heapq.heappop(self._heap)

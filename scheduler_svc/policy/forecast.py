@@ -19,6 +19,11 @@ def steps_left(held: HeldRequest, request: Request) -> int:
     return max(0, request.largest - held.num_tokens // held.num_running)
 
 
+def num_own_blocks(held: HeldRequest) -> int:
+    """Blocks that are free when it leaves, as far as is known: it did not find them there."""
+    return held.num_blocks - held.num_shared_blocks
+
+
 def is_prefilled(worker: Worker, held: HeldRequest) -> bool:
     """Whether its blocks cover all known tokens, so that each step from now on gives a token."""
     return held.num_blocks >= blocks_in(worker, held, 0)
@@ -26,15 +31,17 @@ def is_prefilled(worker: Worker, held: HeldRequest) -> bool:
 
 def blocks_in(worker: Worker, held: HeldRequest, steps: int) -> int:
     """Blocks of its running sequences `steps` steps on, were they not to end."""
-    num_seqs = held.num_running + held.num_waiting
-    if held.num_running == 0:
+    num_running = held.num_running
+    if num_running == 0:
         return 0
-    return held.num_running * worker.blocks_for(-(-held.num_tokens // num_seqs) + steps)
+    each = -(-held.num_tokens // (num_running + held.num_waiting)) + steps
+    return num_running * worker.blocks_for(each)
 
 
 def growth(worker: Worker, held: HeldRequest, request: Request, steps: int) -> int:
-    """Blocks that the request takes in the next `steps` steps; negative when it ends and gives all of its own back."""
+    """Blocks that the request takes in the next `steps` steps; negative when it ends and gives back those that it did
+    not find there."""
     left = steps_left(held, request)
     if left < steps and is_prefilled(worker, held):
-        return -held.num_blocks
+        return -num_own_blocks(held)
     return max(0, blocks_in(worker, held, min(steps, left)) - held.num_blocks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from scheduler_svc.decisions import Decision, Recheck, RequeueOne
 from scheduler_svc.policy.state import EntryKey, Request, Worker, entry_key
-from shared.messages import HeldRequest
 
 GONE_S = 0.5
 """How long a worker that has applied a RunRequest may not list it before it is held to have forgotten it; the record
@@ -25,9 +24,12 @@ def compare(worker: Worker, now: float, *, lease_s: float) -> list[Decision]:
     for request in worker.assigned.values():
         if (held := worker.held.get(request.request_id)) is not None:
             _note_listed(request, applied)
-            _note_waiting(request, held, worker.report.num_steps)
+            if held.num_running > 0:
+                request.waits_from = request.waits_since = None
+            elif request.waits_from is None:
+                request.waits_from, request.waits_since = worker.report.num_steps, now
             continue
-        request.waits_from = None
+        request.waits_from = request.waits_since = None
         if not _is_pending(request, applied):
             is_gone = request.was_listed or request.entry is not None
             if _note_unlisted(request, now, patience_s=GONE_S if is_gone else lease_s):
@@ -46,17 +48,11 @@ def _is_pending(request: Request, applied: EntryKey) -> bool:
 
 def _note_listed(request: Request, applied: EntryKey) -> None:
     request.was_listed = True
-    request.unlisted_reports, request.unlisted_since = 0, None
+    if request.unlisted_reports:
+        request.unlisted_reports, request.unlisted_since = 0, None
     if request.preempt_entry is not None and request.preempt_entry <= applied:
-        # The worker has read our Preempt and still holds the request: it found it void.
-        request.is_preempting, request.preempt_entry = False, None
-
-
-def _note_waiting(request: Request, held: HeldRequest, num_steps: int) -> None:
-    if held.num_running > 0:
-        request.waits_from = None
-    elif request.waits_from is None:
-        request.waits_from = num_steps
+        # The worker has read our Preempt and still holds the request: it found it void, or was to keep it.
+        request.is_preempting, request.is_staying, request.preempt_entry = False, False, None
 
 
 def _note_unlisted(request: Request, now: float, *, patience_s: float) -> bool:

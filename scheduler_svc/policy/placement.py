@@ -1,61 +1,107 @@
-"""Which worker gets a request: one with a free sequence slot, then most free blocks, then fewest sequences.
+"""Which worker gets a request: one with a free sequence slot, then most free blocks, then fewest sequences; but rather
+one that holds a prefix of its prompt, unless load says otherwise:
+
+    score = tokens of the prompt that it holds − TOKENS_PER_SEQUENCE × sequences on it
 
 One request per worker is sent ahead of its slots, and a worker may evict; should another worker be free first, such a
-request is taken back, so that it never waits behind one worker's long runs while others idle.
+request is taken back, so that it never waits behind one worker's long runs while others idle; one whose blocks lie in
+host memory not before that is worth it (`keeping.py`).
+
+Nobody looks at all workers: the fleet has them in order, and the first few tell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+import math
+from collections.abc import Iterator
+from itertools import islice
 
 from scheduler_svc.policy import admission
+from scheduler_svc.policy.fleet import Fleet
 from scheduler_svc.policy.state import Request, Worker
 
+TOKENS_PER_SEQUENCE = 32
+"""So many tokens of a prompt less to compute make up for one sequence more in the worker's batch: a prefix of 512
+outweighs 15 sequences. Chosen, not measured."""
 
-def choose(workers: Iterable[Worker], request: Request) -> Worker | None:
-    """The best of `workers` that can take `request` now, None if none can. All choices go to one worker."""
-    able = [worker for worker in workers if admission.can_take(worker, request)]
-    return min(able, key=lambda worker: _preference(worker, request), default=None)
+MAX_LOOKED_AT = 16
+"""Workers looked at, of those that could ever hold the request. Those behind have fewer free blocks, so they would be
+better only for a request of many choices, or by a shorter horizon."""
 
 
-def choose_revoked(worker: Worker, others: Iterable[Worker], max_preemptions: int) -> Request | None:
-    """The oldest request that waits inside `worker` though one of `others` would run it at once, None if there is none.
+def choose_open(fleet: Fleet, request: Request) -> Worker | None:
+    """The best worker that has slots and blocks for all of `request` now, None without one. All choices go to one."""
+    able = _able(fleet.open(), request)
+    emptiest = next((worker for worker in able if admission.has_slots(worker, request)), None)
+    return emptiest if not request.prefixes else _best_holder(fleet, request, emptiest)
+
+
+def choose_ahead(fleet: Fleet, request: Request) -> Worker | None:
+    """The best worker that has blocks for all of `request`, though not a slot for each of its sequences."""
+    return next(_able(fleet.open(), request), None) or next(_able(fleet.full(), request), None)
+
+
+def choose_revoked(worker: Worker, waiting: list[Request], fleet: Fleet, max_preemptions: int) -> Request | None:
+    """The first of those `waiting` inside `worker` that another one would run at once, None if there is none.
 
     It was sent ahead of a slot, or evicted, and another worker has become free first.
     """
-    waiting = [r for r in _passed_over(worker) if r.preemptions < max_preemptions]
-    if not waiting:
-        return None
-    idle = [other for other in others if admission.has_slot(other) and not _has_waiting(other)]
-    for request in sorted(waiting, key=lambda request: request.rank):
-        if any(admission.can_take(other, request) for other in idle):
+    idle = [other for other in islice(fleet.open(), MAX_LOOKED_AT) if other is not worker and not _has_waiting(other)]
+    for request in sorted(waiting, key=lambda request: request.standing):
+        if request.preemptions < max_preemptions and any(admission.can_take(other, request) for other in idle):
             return request
     return None
 
 
-def _passed_over(worker: Worker) -> list[Request]:
-    """Those that have waited for two steps or more, for want of a slot or of blocks (a prompt that waits for its share
-    of a step's tokens will have it soon)."""
+def _best_holder(fleet: Fleet, request: Request, emptiest: Worker | None) -> Worker | None:
+    """Of those workers that could run `request` at once and hold a prefix of its first prompt, and the `emptiest`, the
+    one with the best score."""
+    best, best_score = emptiest, -math.inf if emptiest is None else _score(emptiest, 0)
+    holders = fleet.news.prefixes.holders(request.prefixes[0])
+    for worker_id in heapq.nlargest(MAX_LOOKED_AT, holders, key=lambda i: holders[i]):
+        worker = fleet.workers[worker_id]
+        score = _score(worker, holders[worker_id]) if worker.is_accepting else -math.inf
+        if score > best_score and admission.can_take(worker, request) and admission.has_slots(worker, request):
+            best, best_score = worker, score
+    return best
+
+
+def _score(worker: Worker, num_blocks: int) -> float:
+    """How good it is, in tokens, to run a request on `worker`, which holds so many of its first blocks."""
+    return num_blocks * worker.hello.block_size - TOKENS_PER_SEQUENCE * admission.load(worker).num_seqs
+
+
+def _able(workers: Iterator[Worker], request: Request) -> Iterator[Worker]:
+    could_ever = (worker for worker in workers if admission.can_ever_hold(worker, request))
+    return (worker for worker in islice(could_ever, MAX_LOOKED_AT) if admission.can_take(worker, request))
+
+
+def passed_over(worker: Worker) -> list[Request]:
+    """Those that have waited for two steps or more, for want of a slot or of blocks, of which a worker leaves one for
+    each that runs (a prompt that waits for its share of a step's tokens will have it soon)."""
     assert worker.report is not None
     report = worker.report
-    has_slot = sum(held.num_running for held in worker.held.values()) < worker.hello.max_num_seqs
+    waiting = [request for request in worker.assigned.values() if request.waits_from is not None]
+    if not waiting:
+        return waiting
+    num_running = sum(held.num_running for held in worker.held.values())
+    has_slot = num_running < worker.hello.max_num_seqs
     return [
         request
-        for request_id, request in worker.assigned.items()
+        for request in waiting
         if request.waits_from is not None
         and report.num_steps - request.waits_from >= 2
         and not request.is_preempting
-        and not (has_slot and worker.blocks_for(worker.held[request_id].num_tokens) <= report.free_blocks)
+        and not (has_slot and _num_wanted(worker, request) + num_running <= report.free_blocks)
     ]
+
+
+def _num_wanted(worker: Worker, waiting: Request) -> int:
+    return worker.blocks_for(worker.held[waiting.request_id].num_tokens)
 
 
 def _has_waiting(worker: Worker) -> bool:
     """Whether somebody assigned to `worker` does not run there yet."""
     held = worker.held
     return any(i not in held or held[i].num_waiting > 0 for i in worker.assigned)
-
-
-def _preference(worker: Worker, request: Request) -> tuple[bool, int, int, str]:
-    load = admission.load(worker)
-    has_slots = load.num_seqs + len(request.open_choices) <= worker.hello.max_num_seqs
-    return not has_slots, -load.free_blocks, load.num_seqs, worker.worker_id

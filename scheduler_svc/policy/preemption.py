@@ -1,14 +1,18 @@
-"""Who must give way before a worker's blocks run out.
+"""Who must give way: before a worker's blocks run out, and to somebody of a better class.
 
 The forecast goes as many steps ahead as the worker makes in two report intervals: a decision taken now is applied about
-one interval later, on a report about one interval old. The youngest goes first (it has lost least and waited least);
-never the oldest, so that each worker always finishes something; never one that has been preempted often enough. When
-nobody is left to choose, the worker's own eviction decides, by the same rank.
+one interval later, on a report about one interval old. The last in the standing order (class, then arrival) goes first
+(it has lost least and waited least); never the first, so that each worker always finishes something; never one that
+has been preempted often enough, and nobody of a better class in its stead. When nobody is left to choose, the worker's
+own eviction decides, by the same order.
+
+One that would stay with the worker (`keeping.py`) goes only when the worker would not let it in again at once: until
+then the others have a free block each, and nothing is lost by waiting, since the worker itself evicts the same one.
 """
 
 from __future__ import annotations
 
-from scheduler_svc.policy import forecast
+from scheduler_svc.policy import forecast, keeping
 from scheduler_svc.policy.state import Request, Worker
 
 MIN_HORIZON_STEPS = 4
@@ -21,34 +25,51 @@ def horizon(worker: Worker) -> int:
 
 
 def choose_victims(worker: Worker, max_preemptions: int) -> list[Request]:
-    """Requests to preempt now so that the others' blocks last; the youngest first, usually none."""
+    """Requests to preempt now so that the others' blocks last; the last in standing first, usually none."""
     if worker.report is None:
         return []
-    leaving = {request_id for request_id in worker.held if worker.assigned[request_id].is_preempting}
-    free = worker.report.free_blocks + sum(worker.held[request_id].num_blocks for request_id in leaving)
-    staying = sorted((worker.assigned[i] for i in worker.held.keys() - leaving), key=lambda request: request.rank)
+    free, staying = worker.report.free_blocks, []
+    for request_id, held in worker.held.items():
+        request = worker.assigned[request_id]
+        if request.is_preempting:
+            free += forecast.num_own_blocks(held)
+        else:
+            staying.append(request)
     victims: list[Request] = []
+    if not _runs_out(worker, free, staying):
+        return victims  # as nearly always
+    staying.sort(key=lambda request: request.standing)
     while _runs_out(worker, free, staying):
-        victim = _youngest(worker, staying[1:], max_preemptions)
-        if victim is None:
+        victim = _last(worker, staying[1:], max_preemptions)
+        if victim is None or _comes_back(worker, victim, free, staying):
             break
         staying.remove(victim)
-        free += worker.held[victim.request_id].num_blocks
+        free += forecast.num_own_blocks(worker.held[victim.request_id])
         victims.append(victim)
     return victims
 
 
-def _youngest(worker: Worker, candidates: list[Request], max_preemptions: int) -> Request | None:
+def _last(worker: Worker, candidates: list[Request], max_preemptions: int) -> Request | None:
     for request in reversed(candidates):
+        if request.level < candidates[-1].level:
+            return None
         if request.preemptions < max_preemptions and worker.held[request.request_id].num_blocks > 0:
             return request
     return None
 
 
+def _comes_back(worker: Worker, victim: Request, free: int, staying: list[Request]) -> bool:
+    """Whether `victim` would stay and be let in again at once, since a block is left for each that runs."""
+    num_running = sum(worker.held[request.request_id].num_running for request in staying if request is not victim)
+    return free >= num_running and keeping.is_kept(worker, victim)
+
+
 def _runs_out(worker: Worker, free: int, staying: list[Request]) -> bool:
     """Whether at some step within the horizon the growth of `staying` is more than `free` and natural ends give."""
-    last = horizon(worker)
+    last, most = horizon(worker), 0
     held = [(worker.held[request.request_id], request) for request in staying]
-    if sum(max(0, forecast.blocks_in(worker, h, last) - h.num_blocks) for h, _ in held) <= free:
+    for h, _ in held:
+        most += max(0, forecast.blocks_in(worker, h, last) - h.num_blocks)
+    if most <= free:
         return False  # enough even if nobody ends, as nearly always
     return any(sum(forecast.growth(worker, h, r, steps) for h, r in held) > free for steps in range(1, last + 1))

@@ -16,25 +16,34 @@ How it keeps its picture true:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from scheduler_svc import decisions as d
-from scheduler_svc.policy import admission, listing, placement, preemption
+from scheduler_svc.policy import dispatching, keeping, listing, placement, preemption, yielding
+from scheduler_svc.policy.autoscale import AutoscaleConfig
 from scheduler_svc.policy.deadlines import Deadlines
+from scheduler_svc.policy.fleet import Fleet
 from scheduler_svc.policy.liveness import Watch
 from scheduler_svc.policy.queue import Queue
+from scheduler_svc.policy.sizing import Sizing
 from scheduler_svc.policy.state import Phase, Request, Worker, as_submitted, entry_key
 from shared.bus import RequestRecord, RequestState, WorkerPulse
 from shared.capacity import never_fits_message
 from shared.ids import GatewayId, RequestId, WorkerId
+from shared.messages import WorkerHello
 
 Decisions = list[d.Decision]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConfig:
-    """Limits and times of the policy; seconds of whatever clock `now` comes from."""
+    """Limits and times of the policy; seconds of whatever clock `now` comes from.
+
+    `aging_s`: a request that has waited this long rises a class; 0: never. `passing_s`: how long smaller ones may pass
+    one that does not fit; 0: nobody passes. `ttft_s` and `tpot_s`: targets, which reorder among even tenants only.
+    `autoscale`: how many workers to ask for; None: never ask.
+    """
 
     worker_lease_s: float = 3.0
     worker_stall_s: float = 60.0
@@ -43,6 +52,19 @@ class PolicyConfig:
     max_crashes: int = 3
     max_preemptions: int = 8
     admission_headroom: int | None = None
+    aging_s: float = 0.0
+    passing_s: float = 0.0
+    delay_factor: float = 0.0
+    ttft_s: float = 0.5
+    tpot_s: float = 0.05
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    autoscale: AutoscaleConfig | None = None
+
+    def rules(self) -> dispatching.DispatchRules:
+        """What placing from the queue goes by."""
+        return dispatching.DispatchRules(
+            max_preemptions=self.max_preemptions, passing_s=self.passing_s, delay_factor=self.delay_factor
+        )
 
 
 class Policy:
@@ -52,8 +74,11 @@ class Policy:
         self._config = config
         self._requests: dict[RequestId, Request] = {}
         self._workers: dict[WorkerId, Worker] = {}
-        self._queue = Queue()
+        self._rules = config.rules()
+        self._fleets: dict[str, Fleet] = {}
+        self._queue = Queue(aging_s=config.aging_s, weights=config.tenant_weights)
         self._deadlines = Deadlines()
+        self._sizing = None if config.autoscale is None else Sizing(config.autoscale)
         self._leases: Watch[WorkerId] = Watch(config.worker_lease_s)
         self._stalls: Watch[WorkerId] = Watch(config.worker_stall_s)
         self._gateways: Watch[GatewayId] = Watch(config.gateway_lease_s)
@@ -107,7 +132,11 @@ class Policy:
                 found = self._on_outcome(event)
             case d.Tick():
                 found = [self._abort(self._requests[i], "deadline", _DEADLINE) for i in self._deadlines.due(now)]
-        return found + self._place_queued()
+                self._queue.age(now)
+        found += self._place_queued(now, always=isinstance(event, d.Tick))
+        if self._sizing is not None and isinstance(event, d.Tick):
+            found += self._sizing.look(self._workers.values(), self._requests.values(), len(self._queue), now)
+        return found
 
     # Requests.
 
@@ -115,12 +144,14 @@ class Policy:
         found: Decisions = []
         for summary, order in event.requests:
             if summary.request_id not in self._requests:
-                found += self._follow_queued(self._add(as_submitted(summary, order), now))
+                found += self._follow_queued(self._add(as_submitted(summary, order), now), now)
         return found
 
     def _add(self, record: RequestRecord, now: float) -> Request:
         request = self._requests[record.summary.request_id] = Request(record, now)
-        self._deadlines.add(request)
+        request.due = now + self._config.ttft_s
+        self._queue.open(request)
+        self._deadlines.add(request, request.deadline)
         return request
 
     def _observe(self, record: RequestRecord, now: float) -> Decisions:
@@ -132,15 +163,23 @@ class Policy:
         elif request.phase is Phase.RUNNING and record.attempt < request.attempt:
             return []
         request.update(record)
-        found = self._follow_queued(request) if record.owner is None else self._follow_running(request, record.owner)
+        if request.attempt and request.num_served > request.charged:
+            self._queue.charge(request, request.num_served)
+        if record.owner is None:
+            found = self._follow_queued(request, now)
+        else:
+            found = self._follow_running(request, record.owner)
         return found or self._follow_listeners(request, record, now)
 
-    def _follow_queued(self, request: Request) -> Decisions:
+    def _follow_queued(self, request: Request, now: float) -> Decisions:
         self._unassign(request)
         request.phase = Phase.QUEUED
         if request.crashes >= self._config.max_crashes:
             return [self._abort(request, "failed", _CRASHED.format(request.crashes))]
-        self._queue.add(request)
+        if request not in self._queue:
+            request.queued_at = now
+            request.due = now + self._config.tpot_s if request.num_logged else request.due
+            self._queue.add(request, now)
         return self._refuse([request])
 
     def _follow_running(self, request: Request, owner: WorkerId) -> Decisions:
@@ -169,18 +208,31 @@ class Policy:
         return [self._abort(request, "cancelled")] if now - request.orphan_since >= ttl else []
 
     def _on_ended(self, event: d.Ended) -> Decisions:
+        known = dict(zip(event.request_ids, event.completion_tokens, strict=False))
         for request_id in event.request_ids:
             if (request := self._requests.get(request_id)) is not None:
+                self._settle(request, known.get(request_id))
                 self._forget(request)
         return []
 
+    def _settle(self, request: Request, completion_tokens: int | None = None) -> None:
+        """Count an ended request's tokens to its tenant for good; nothing if no worker has taken it up."""
+        if self._sizing is not None and completion_tokens and request.worker_id in self._workers:
+            self._sizing.note_first_token(request, self._workers[request.worker_id])
+        if request.was_listed or request.num_logged or completion_tokens:
+            known = 0 if completion_tokens is None else sum(request.summary.prompt_lens) + completion_tokens
+            self._queue.charge(request, max(request.charged, known))
+        else:
+            self._queue.charge(request, 0)
+
     def _abort(self, request: Request, reason: str, message: str = "") -> d.Decision:
+        self._settle(request)
         self._forget(request)
         return d.Abort(request_id=request.request_id, reason=reason, message=message)
 
     def _forget(self, request: Request) -> None:
         self._unassign(request)
-        self._queue.remove(request)
+        self._queue.close(request)
         self._deadlines.remove(request)
         del self._requests[request.request_id]
 
@@ -194,41 +246,30 @@ class Policy:
         a larger worker to come back."""
         found: Decisions = []
         for request in list(queued):
-            able = self._serving(request.summary.fingerprint)
-            if request.attempt > 0 or not able or any(admission.can_ever_hold(w, request) for w in able):
+            fleet = self._fleets.get(request.summary.fingerprint)
+            if request.attempt > 0 or fleet is None or fleet.can_ever_hold(request):
                 continue
-            hello = max((w.hello for w in able), key=lambda h: h.num_blocks * h.block_size)
-            message = never_fits_message(request.largest, block_size=hello.block_size, num_blocks=hello.num_blocks)
+            hello = fleet.largest.hello
+            message = never_fits_message(
+                request.largest,
+                block_size=hello.block_size,
+                num_blocks=hello.num_blocks,
+                num_resident=hello.num_resident,
+            )
             self._forget(request)
             found.append(d.Reject(request_id=request.request_id, message=message))
         return found
 
     # Placement.
 
-    def _serving(self, fingerprint: str) -> list[Worker]:
-        return [worker for worker in self._workers.values() if worker.hello.fingerprint == fingerprint]
-
-    def _place_queued(self) -> Decisions:
-        """Dispatch from the front of each lane, up to the first request for which there is no room now."""
+    def _place_queued(self, now: float, *, always: bool) -> Decisions:
+        """Dispatch where anything has changed, or time alone may let somebody through."""
         found: Decisions = []
         for fingerprint in self._queue.fingerprints():
-            workers = self._serving(fingerprint)
-            index = 0
-            while workers and (request := self._queue.at(fingerprint, index)) is not None:
-                worker = placement.choose(workers, request)
-                if worker is not None:
-                    found.append(self._dispatch(request, worker))
-                elif any(admission.can_ever_hold(w, request) for w in workers):
-                    break
-                else:
-                    index += 1
+            fleet = self._fleets.get(fingerprint)
+            if fleet is not None and (always or fleet.may_take_more or not self._queue.is_blocked(fingerprint)):
+                found += dispatching.place_queued(self._queue, fleet, fingerprint, self._rules, now)
         return found
-
-    def _dispatch(self, request: Request, worker: Worker) -> d.Decision:
-        self._queue.remove(request)
-        request.attempt += 1
-        worker.assign(request)
-        return d.Dispatch(request_id=request.request_id, worker_id=worker.worker_id, rank=request.rank)
 
     def _on_outcome(self, event: d.DispatchDone | d.DispatchRefused | d.PreemptSent) -> Decisions:
         request = self._requests.get(event.request_id)
@@ -249,29 +290,55 @@ class Policy:
 
     def _on_report(self, event: d.Reported, now: float) -> Decisions:
         worker = self._workers.get(event.report.worker_id)
+        last = None if worker is None else worker.report
         if worker is None or not worker.take(event.report):
             return []
         found = listing.compare(worker, now, lease_s=self._config.worker_lease_s)
-        victims = preemption.choose_victims(worker, self._config.max_preemptions)
-        others = self._serving(worker.hello.fingerprint)
-        revoked = placement.choose_revoked(worker, others, self._config.max_preemptions)
-        if revoked is not None and revoked not in victims:
-            victims.append(revoked)
-        return found + [self._preempt(victim, worker, event.report.seq) for victim in victims]
+        fleet = self._fleets[worker.hello.fingerprint]
+        fleet.news.prefixes.take(event.report, is_next=last is not None and event.report.seq == last.seq + 1)
+        self._count_served(worker, fleet, now)
+        worker.reported_at = now
+        for victim in preemption.choose_victims(worker, self._config.max_preemptions):
+            found.append(dispatching.preempt(victim, worker))
+        return found + self._make_way(worker, fleet, now)
 
-    def _preempt(self, victim: Request, worker: Worker, report_seq: int) -> d.Decision:
-        victim.is_preempting = True
-        return d.Preempt(
-            request_id=victim.request_id,
-            worker_id=worker.worker_id,
-            attempt=victim.attempt,
-            report_seq=report_seq,
-        )
+    def _count_served(self, worker: Worker, fleet: Fleet, now: float) -> None:
+        """Charge what the report shows to be new, and time first tokens."""
+        for request_id, held in worker.held.items():
+            request = worker.assigned[request_id]
+            num_new = held.num_tokens - request.num_known
+            if num_new <= 0 or held.num_running + held.num_waiting != len(request.open_choices):
+                continue
+            if request.num_served + num_new > request.charged:
+                self._queue.charge(request, request.num_served + num_new)
+            if self._sizing is not None:
+                self._sizing.note_first_token(request, worker)
+            if request.sent_at is not None:
+                fleet.prompt_latency_s, request.sent_at = now - request.sent_at, None
+
+    def _make_way(self, worker: Worker, fleet: Fleet, now: float) -> Decisions:
+        """Since somebody waits in `worker`, those of lower classes give way, or the one that waits leaves for another
+        worker."""
+        waiting = placement.passed_over(worker)
+        if not waiting:
+            return []
+        first = min(waiting, key=lambda request: request.standing)
+        most = self._config.max_preemptions
+        lower = yielding.choose_victims(worker, first, most)
+        if lower:
+            return [dispatching.preempt(victim, worker) for victim in lower]
+        movable = [request for request in waiting if keeping.may_move(worker, request, now)]
+        revoked = placement.choose_revoked(worker, movable, fleet, most)
+        may_go = first in movable and first.preemptions < most
+        if revoked is None and lower is None and may_go and yielding.choose(fleet, first, most):
+            revoked = first  # queued again, it takes a lower one's place elsewhere
+        return [] if revoked is None else [dispatching.revoke(revoked, worker)]
 
     def _on_workers(self, pulses: tuple[WorkerPulse, ...], now: float) -> Decisions:
         seen = {pulse.hello.worker_id: pulse for pulse in pulses}
         joined = [pulse.hello for worker_id, pulse in seen.items() if worker_id not in self._workers]
-        self._workers |= {hello.worker_id: Worker(hello, self._config.admission_headroom) for hello in joined}
+        for hello in joined:
+            self._add_worker(hello)
         found: Decisions = []
         for worker_id in [worker_id for worker_id in self._workers if worker_id not in seen]:
             found += self._remove_worker(worker_id)
@@ -281,6 +348,12 @@ class Policy:
             found.append(d.Requeue(worker_id=worker_id, why="silent" if worker_id in silent else "stalled"))
             found += self._remove_worker(worker_id)
         return found + (self._refuse(self._queue) if joined or found else [])
+
+    def _add_worker(self, hello: WorkerHello) -> None:
+        fleet = self._fleets.setdefault(hello.fingerprint, Fleet(self._config.max_preemptions))
+        worker = self._workers[hello.worker_id] = Worker(hello, self._config.admission_headroom, fleet.news)
+        fleet.add(worker)
+        self._queue.unpark(hello.fingerprint)
 
     def _remove_worker(self, worker_id: WorkerId) -> Decisions:
         worker = self._workers.pop(worker_id, None)
@@ -292,6 +365,10 @@ class Policy:
         for request in requests:
             worker.drop(request)
             request.phase = Phase.UNKNOWN
+        fleet = self._fleets[worker.hello.fingerprint]
+        fleet.remove(worker)
+        if not fleet.workers:
+            del self._fleets[worker.hello.fingerprint]
         return [d.Recheck(request_ids=tuple(request.request_id for request in requests))] if requests else []
 
     def _on_gateways(self, event: d.GatewaysSeen, now: float) -> Decisions:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
 from enum import Enum
+from typing import NamedTuple
 
+from scheduler_svc.policy.sharing import FleetPrefixes
 from shared.bus import ChoiceState, RequestRecord, RequestState
 from shared.capacity import blocks_for
 from shared.ids import EntryId, RequestId, WorkerId
 from shared.messages import HeldRequest, SubmitRequest, WorkerHello, WorkerReport
+from shared.prefix import unpack
 
 EntryKey = tuple[int, int]
 
@@ -52,80 +55,132 @@ class Phase(Enum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class OpenChoice:
-    """An unfinished choice: `num_tokens` known (prompt and logged), `max_tokens` at most (prompt and output)."""
+class OpenChoice(NamedTuple):
+    """An unfinished choice of prompt `prompt`: `num_tokens` known (prompt and logged), `max_tokens` at most (prompt and
+    output)."""
 
     num_tokens: int
     max_tokens: int
+    prompt: int = 0
 
 
 class Request:
     """One live request.
 
     `entry` is where its RunRequest lies in its worker's inbox (None: dispatched by an earlier leader, or unconfirmed).
-    `deadline` is in this leader's seconds. `is_preempting` while a `Preempt` of ours is under way, at `preempt_entry`
-    of the inbox. `waits_from` is its worker's step count when a report first showed that none of its sequences runs.
+    `level` is its class, lower first: its priority, or what it has risen to by waiting (`queue.py`). `charged` tokens
+    are counted to its tenant; once it was dispatched that is `num_served`, each prompt once and what is logged.
+    `num_known` tokens its open choices have, and one of them `largest` at most.
+
+    In this leader's seconds: `arrived_at`, until its first token is seen (None: it came before this leader);
+    `deadline`; `due`, when its next token ought to be there; `blocked_from`, since when it is first in line and finds
+    no room; `sent_at`, when it was dispatched, until its first token is seen.
+
+    `prefixes` are the names of each prompt's first blocks, none or one list a prompt; `num_shared` of its blocks were
+    in use by others when it was assigned.
+
+    `is_preempting` while a `Preempt` of ours is under way, at `preempt_entry` of the inbox; `is_staying`: with it the
+    request stays with its worker. `preemptions` are those that its record counts, and `num_kept` that it stayed with
+    its worker at, as far as this leader knows. `waits_from` is its worker's step count when a report first showed that
+    none of its sequences runs, `waits_since` the time of that.
     """
 
     __slots__ = (
+        "arrived_at",
         "attempt",
+        "blocked_from",
+        "charged",
         "crashes",
         "deadline",
+        "due",
         "entry",
         "is_preempting",
+        "is_staying",
+        "largest",
+        "level",
         "lost_gateway",
+        "num_kept",
+        "num_known",
+        "num_logged",
+        "num_served",
+        "num_shared",
         "open_choices",
         "order",
         "orphan_since",
         "phase",
         "preempt_entry",
         "preemptions",
+        "prefixes",
+        "queued_at",
         "rank",
+        "request_id",
+        "sent_at",
         "summary",
         "unlisted_reports",
         "unlisted_since",
         "waits_from",
+        "waits_since",
         "was_listed",
         "worker_id",
     )
 
     def __init__(self, record: RequestRecord, now: float) -> None:
         self.summary: SubmitRequest = record.summary
+        self.request_id = record.summary.request_id
         self.order = record.order
         self.rank = rank_of(record.order)
+        has_names = len(record.summary.prefixes) == len(record.summary.prompt_lens)
+        self.prefixes = tuple(map(unpack, record.summary.prefixes)) if has_names else ()
+        self.num_shared = 0
+        self.level = record.summary.priority
+        self.queued_at = self.due = now
+        self.arrived_at: float | None = None if record.attempt else now
+        self.blocked_from: float | None = None
+        self.sent_at: float | None = None
         self.phase = Phase.UNKNOWN
         self.attempt = record.attempt
         self.deadline = now + record.summary.timeout_s
         self.worker_id: WorkerId | None = None
         self.orphan_since: float | None = None
         self.lost_gateway = False
-        self.preemptions = 0
+        self.preemptions = self.num_kept = 0
         self.crashes = 0
         self.open_choices: tuple[OpenChoice, ...] = ()
+        self.num_logged = 0
         self.leave_worker()
         self.update(record)
+        self.charged = self.num_served if record.attempt else 0
 
     @property
-    def request_id(self) -> RequestId:
-        return self.summary.request_id
-
-    @property
-    def largest(self) -> int:
-        """Most tokens that one of its open choices can reach."""
-        return max((choice.max_tokens for choice in self.open_choices), default=0)
+    def standing(self) -> tuple[int, int]:
+        """Its place in the standing order: the highest gives way first."""
+        return self.level, self.rank
 
     def update(self, record: RequestRecord) -> None:
         """Take over what the record counts; phase and worker are the scheduler's to change."""
         self.attempt = record.attempt
-        self.preemptions = record.preemptions
+        self.preemptions = record.preemptions + self.num_kept
         self.crashes = record.crashes
         summary = record.summary
-        self.open_choices = tuple(
-            OpenChoice(summary.prompt_len(c) + state.num_tokens, summary.prompt_len(c) + summary.max_tokens)
-            for c, state in enumerate(record.choices)
-            if state.is_open
-        )
+        open_choices, num_logged, num_known, largest = [], 0, 0, 0
+        for number, state in enumerate(record.choices):
+            num_tokens = state.num_tokens
+            num_logged += num_tokens
+            if state.is_open:
+                prompt = number // summary.n
+                length = summary.prompt_lens[prompt]
+                open_choices.append(OpenChoice(length + num_tokens, length + summary.max_tokens, prompt))
+                num_known += length + num_tokens
+                largest = max(largest, length + summary.max_tokens)
+        self.open_choices = tuple(open_choices)
+        self.num_logged = max(self.num_logged, num_logged)
+        self.num_known, self.largest = num_known, largest
+        self.num_served = sum(summary.prompt_lens) + self.num_logged
+
+    def keep(self) -> None:
+        """Count that it gives way once more, which its record does not."""
+        self.num_kept += 1
+        self.preemptions += 1
 
     def leave_worker(self) -> None:
         """Forget where it ran."""
@@ -133,14 +188,14 @@ class Request:
         self.entry: EntryKey | None = None
         self.was_listed = False
         self.waits_from: int | None = None
+        self.waits_since: float | None = None
         self.unlisted_reports = 0
         self.unlisted_since: float | None = None
-        self.is_preempting = False
+        self.is_preempting = self.is_staying = False
         self.preempt_entry: EntryKey | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """A worker as the planner sees it.
 
     `free_blocks` after all that is assigned has grown by the headroom (may be negative); `num_seqs` assigned; both
@@ -151,31 +206,76 @@ class Load:
     num_seqs: int
 
 
-class Worker:
-    """One worker; `report` is None until it has reported to this leader. `load` is a cache, None when out of date.
+class News:
+    """What workers of one model tell whoever keeps them in order: who has `changed`, how many assigned requests there
+    are of each class, and which prefixes are where."""
 
-    `headroom` is the growth in tokens kept free for each sequence at admission; None: as the forecast says.
+    __slots__ = ("changed", "levels", "prefixes")
+
+    def __init__(self) -> None:
+        self.changed: set[WorkerId] = set()
+        self.levels: Counter[int] = Counter()
+        self.prefixes = FleetPrefixes()
+
+
+class Worker:
+    """One worker; `report` is None until it has reported to this leader.
+
+    `load` is a sum of `claims`, made by `admission.py`; `stale` names those whose claim may have changed since, None
+    that all may have. `reported_at`: when this leader heard its last report.
+
+    Args:
+        headroom: growth in tokens kept free for each sequence at admission; None: as the forecast says.
+        news: told whenever what it holds has changed.
     """
 
-    __slots__ = ("assigned", "headroom", "held", "hello", "load", "report", "steps_per_report")
+    __slots__ = (
+        "assigned",
+        "claims",
+        "headroom",
+        "held",
+        "hello",
+        "load",
+        "news",
+        "report",
+        "reported_at",
+        "stale",
+        "steps_per_report",
+        "worker_id",
+    )
 
-    def __init__(self, hello: WorkerHello, headroom: int | None = None) -> None:
+    def __init__(self, hello: WorkerHello, headroom: int | None = None, news: News | None = None) -> None:
         self.hello = hello
+        self.worker_id = hello.worker_id
+        self.news = News() if news is None else news
         self.headroom = headroom
         self.report: WorkerReport | None = None
+        self.reported_at: float | None = None
         self.assigned: dict[RequestId, Request] = {}
         self.held: dict[RequestId, HeldRequest] = {}
         self.steps_per_report = 1
-        self.load: Load | None = None
+        self.load = Load(0, 0)
+        self.claims: dict[RequestId, tuple[int, int]] = {}
+        self.stale: set[RequestId] | None = None
+        self.touch()
 
-    @property
-    def worker_id(self) -> WorkerId:
-        return self.hello.worker_id
+    def touch(self, request: Request | None = None) -> None:
+        """What `request` takes of it has changed; None: anything may have."""
+        if request is None:
+            self.stale = None
+        elif self.stale is not None:
+            self.stale.add(request.request_id)
+        self.news.changed.add(self.worker_id)
 
     @property
     def is_accepting(self) -> bool:
         """It has reported to this leader and does not drain."""
         return self.report is not None and not self.report.is_draining
+
+    @property
+    def is_leaving(self) -> bool:
+        """It drains."""
+        return self.report is not None and self.report.is_draining
 
     def take(self, report: WorkerReport) -> bool:
         """Take a report over; False if it is not newer than the last one, or says what cannot be."""
@@ -191,36 +291,72 @@ class Worker:
             for held in report.held
             if (request := self.assigned.get(held.request_id)) is not None and request.attempt == held.attempt
         }
-        self.load = None
+        self.touch()
         return True
 
     def assign(self, request: Request) -> None:
         """Count `request` as this worker's."""
+        if request.request_id not in self.assigned and self.hello.has_prefix_cache:
+            request.num_shared = self.num_shared(request)
+            self.news.prefixes.use(self.worker_id, request.prefixes)
         request.phase = Phase.RUNNING
         request.worker_id = self.worker_id
+        if request.request_id not in self.assigned:
+            self.news.levels[request.level] += 1
         self.assigned[request.request_id] = request
-        self.load = None
+        self.touch(request)
 
     def drop(self, request: Request) -> None:
         """Count `request` no longer; a no-op if it is not this worker's."""
         if self.assigned.pop(request.request_id, None) is not None:
             self.held.pop(request.request_id, None)
+            if self.hello.has_prefix_cache:
+                self.news.prefixes.release(self.worker_id, request.prefixes)
+            request.num_shared = 0
             request.leave_worker()
-            self.load = None
+            self.touch(request)
+            self.news.levels[request.level] -= 1
+            if self.news.levels[request.level] == 0:
+                del self.news.levels[request.level]
+
+    def num_shared(self, request: Request) -> int:
+        """Blocks that `request`, which is not assigned here, would share with those that are, one open choice for each
+        prompt: it computes at least its last token. The other choices share with that one. None where a window frees
+        blocks: which ones are still there is not known."""
+        if not request.prefixes or not self.hello.has_prefix_cache or self.hello.window:
+            return 0
+        num_shared, size = 0, self.hello.block_size
+        for choice in {choice.prompt: choice for choice in reversed(request.open_choices)}.values():
+            depth = self.news.prefixes.num_in_use(self.worker_id, request.prefixes[choice.prompt])
+            num_shared += min(depth, (choice.num_tokens - 1) // size)
+        return num_shared
+
+    def prompt_blocks(self, request: Request, prompt: int) -> int:
+        """Blocks of a prompt that its choices have once between them for sure."""
+        if self.hello.reserved_tokens or self.hello.window:
+            return 0
+        return (request.summary.prompt_lens[prompt] - 1) // self.hello.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks of this worker that hold `num_tokens`."""
-        return blocks_for(num_tokens, self.hello.block_size)
+        """Blocks that a sequence of `num_tokens` holds on this worker, which has computed most of them."""
+        return blocks_for(num_tokens, self.hello.block_size, self.hello.window)
 
 
 def _is_possible(report: WorkerReport, hello: WorkerHello) -> bool:
     """Whether the numbers could be those of a worker with that hello; wrong ones would be believed for good."""
-    counts = [report.num_steps, report.num_evictions]
     for held in report.held:
-        counts += [held.num_blocks, held.num_tokens, held.num_running, held.num_waiting]
+        if held.num_shared_blocks < 0 or held.num_blocks < held.num_shared_blocks or held.num_swapped_blocks < 0:
+            return False
+        if held.num_tokens < 0 or held.num_running < 0 or held.num_waiting < 0:
+            return False
     major, _, minor = report.last_inbox_id.partition("-")
     return (
         0 <= report.free_blocks <= hello.num_blocks
-        and min(counts) >= 0
-        and all(part == "" or (part.isascii() and part.isdigit()) for part in (major, minor))
+        and 0 <= report.free_swap_blocks <= hello.num_swap_blocks
+        and report.block_copy_s >= 0
+        and report.token_s >= 0
+        and report.num_steps >= 0
+        and report.num_evictions >= 0
+        and (major == "" or (major.isascii() and major.isdigit()))
+        and (minor == "" or (minor.isascii() and minor.isdigit()))
     )

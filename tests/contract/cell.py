@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from shared import keys, log
 from shared.bus import Bus, CommitItem, CommitOutcome, NewRequest, RequestRecord
 from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId, new_request_id
+from shared.limits import UNLIMITED, TenantLimits
 from shared.memory_bus import MemoryBus
 from shared.messages import RequestBody, SamplingParams, SubmitRequest, WorkerHello, WorkerReport
 
@@ -48,6 +49,7 @@ class RequestSpec:
     orphan_ttl_s: float = 0.0
     idempotency_key: str | None = None
     body_hash: str = ""
+    tenant_limits: TenantLimits = UNLIMITED
     request_id: RequestId = field(default_factory=lambda: new_request_id("completion"))
 
 
@@ -77,6 +79,7 @@ def make_request(spec: RequestSpec) -> NewRequest:
         orphan_ttl_s=spec.orphan_ttl_s,
         idempotency_key=spec.idempotency_key,
         body_hash=spec.body_hash,
+        tenant_limits=spec.tenant_limits,
     )
 
 

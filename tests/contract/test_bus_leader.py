@@ -12,6 +12,7 @@ from shared.bus import Bus, DispatchAnswer, DispatchOutcome, LeaderPulse, Reques
 from shared.errors import LeaderLost
 from shared.ids import RequestId
 from shared.messages import PreemptRequest, RunRequest
+from shared.worker_wish import WorkerWish
 from tests.contract.cell import G1, TOKEN, W1, W2, Cell, Probe, make_hello, make_item
 
 NOBODY = RequestId("cmpl-x")
@@ -67,10 +68,13 @@ STEPS: list[Callable[[Bus], Awaitable[object]]] = [
     lambda bus: bus.requeue_one("old", NOBODY, W1, 1),
     lambda bus: bus.remove_gateway("old", G1),
     lambda bus: bus.end(NOBODY, "failed", token="old"),
+    lambda bus: bus.want_workers("old", WorkerWish(num_workers=9)),
 ]
 
 
-@pytest.mark.parametrize("step", STEPS, ids=["raise", "dispatch", "preempt", "requeue", "requeue_one", "remove", "end"])
+@pytest.mark.parametrize(
+    "step", STEPS, ids=["raise", "dispatch", "preempt", "requeue", "requeue_one", "remove", "end", "want"]
+)
 async def test_an_old_token_may_do_nothing(cell: Cell, step: Callable[[Bus], Awaitable[object]]) -> None:
     """Every step of a leader that was replaced should fail, even though it was leader once."""
     await cell.bus.yield_lead(TOKEN)
@@ -79,16 +83,28 @@ async def test_an_old_token_may_do_nothing(cell: Cell, step: Callable[[Bus], Awa
     with pytest.raises(LeaderLost):
         await step(cell.bus)
     assert (await cell.bus.read_leader()).token == "new"
+    assert await cell.bus.read_wish() is None
+
+
+async def test_the_last_wish_counts(cell: Cell) -> None:
+    """There should be no wish before a leader has one, and each should stand in place of the one before."""
+    assert await cell.bus.read_wish() is None
+    for wish in (WorkerWish(num_workers=3, leaving=(W2, W1)), WorkerWish(num_workers=1)):
+        for _ in range(2):
+            await cell.bus.want_workers(TOKEN, wish)
+        assert await cell.bus.read_wish() == wish
+    await cell.bus.yield_lead(TOKEN)
+    assert await cell.bus.read_wish() == WorkerWish(num_workers=1)
 
 
 async def test_dispatch_gives_the_request_to_a_worker(cell: Cell) -> None:
     """Dispatch should raise the attempt, set the owner and put a RunRequest into the inbox."""
     request_id = await cell.submit(n=2)
-    outcome = await cell.bus.dispatch(TOKEN, request_id, W1, 42)
+    outcome = await cell.bus.dispatch(TOKEN, request_id, W1, 42, -7)
     record = await cell.record(request_id)
     assert (record.state, record.owner, record.attempt) == (RequestState.RUNNING, W1, 1)
     ((entry_id, message),) = await cell.bus.read_inbox(W1, "0-0", 9, 0)
-    assert message == RunRequest(request_id=request_id, attempt=1, choices=(0, 1), rank=42)
+    assert message == RunRequest(request_id=request_id, attempt=1, choices=(0, 1), rank=42, priority=-7)
     assert outcome == DispatchOutcome(DispatchAnswer.OK, entry_id, 1)
 
 

@@ -158,3 +158,10 @@ async def test_a_claim_of_a_start_that_failed_is_free_to_the_next(cell: Cell) ->
     await cell.bus.hello(make_hello(second))
     assert await cell.bus.claim_device(first, ["gpu0"]) is None
     await cell.bus.bye(second)
+
+
+async def test_all_names_of_prefixes_have_one_key(cell: Cell) -> None:
+    """Whoever asks for the key of prefixes should get the one that was drawn first."""
+    first = await cell.bus.prefix_key()
+    assert await cell.bus.prefix_key() == first
+    assert len(first) == 32

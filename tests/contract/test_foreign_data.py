@@ -10,7 +10,9 @@ from quire.embedded_redis import EmbeddedRedis
 from shared import keys
 from shared.bus import BusLimits, LeaderPulse
 from shared.errors import BusBroken
-from tests.contract.cell import G1, TOKEN, W1, Cell, make_item
+from shared.limits import QueueDepth, TenantLimits
+from shared.worker_wish import WorkerWish
+from tests.contract.cell import G1, TOKEN, W1, Cell, RequestSpec, make_item, make_request
 
 pytest.importorskip("redis", reason="the redis package is not installed here")
 
@@ -56,6 +58,21 @@ async def test_counters_that_are_no_numbers_start_again(cell: Cell, link: RedisL
     assert after != before
 
 
+@pytest.mark.parametrize("garbage", GARBAGE)
+async def test_a_wish_that_is_garbage_is_replaced_by_the_next(cell: Cell, link: RedisLink, garbage: bytes) -> None:
+    """What cannot be read as a number should be the fewest there may be, a key of another kind be told as broken; and
+    a leader's next wish be in force."""
+    await link.call("HSET", keys.WISH, "num_workers", garbage, "leaving", garbage)
+    wish = await cell.bus.read_wish()
+    assert wish is not None
+    assert wish.num_workers == 0
+    await link.call("SET", keys.WISH, garbage)
+    with pytest.raises(BusBroken):
+        await cell.bus.read_wish()
+    await cell.bus.want_workers(TOKEN, WorkerWish(num_workers=2))
+    assert await cell.bus.read_wish() == WorkerWish(num_workers=2)
+
+
 async def test_a_lead_that_is_garbage_can_be_taken(cell: Cell, link: RedisLink) -> None:
     """A leader that nobody is should be replaced like one that stands still."""
     await link.call("HSET", keys.LEADER, "token", b"\xff\xfe", "beat", "abc")
@@ -75,7 +92,55 @@ async def test_a_token_count_that_is_garbage_stops_nobody(cell: Cell, link: Redi
     assert await link.call("EXISTS", keys.LIVE_TOKENS) == 0
 
 
-@pytest.mark.parametrize("field", keys.RECORD_FIELDS[:15])
+@pytest.mark.parametrize("garbage", GARBAGE)
+async def test_counts_of_the_door_that_are_garbage_stop_nobody(cell: Cell, link: RedisLink, garbage: bytes) -> None:
+    """Whatever stands in the counts that limits look at, requests should be taken, run, given back and end."""
+    limits = TenantLimits(requests_per_minute=100, tokens_per_minute=10**9)
+    await cell.submit()
+    await link.call("HSET", keys.QUEUE, "sequences", garbage, "tokens", garbage)
+    await link.call("HSET", keys.IN_FLIGHT, "tenant", garbage)
+    for field in ("requests", "tokens", "at"):
+        await link.call("HSET", keys.SPENT, f"{field}:tenant", garbage)
+    await link.call("HSET", keys.LEADER, "clock_ms", garbage, "at_ms", garbage)
+    await cell.bus.raise_lead(TOKEN, 5)
+    request_id = await cell.submit(tenant_limits=limits)
+    attempt = await cell.dispatch(request_id)
+    assert await cell.bus.release(W1, request_id, attempt, is_preempted=True)
+    for live in await cell.bus.list_live():
+        assert await cell.bus.end(live, "cancelled")
+    assert await cell.bus.read_queue() == QueueDepth()
+    assert await link.call("EXISTS", keys.QUEUE, keys.IN_FLIGHT) == 0
+    assert (await cell.bus.submit(make_request(RequestSpec(tenant_limits=limits)))).budget.num_requests == 98
+
+
+async def test_a_clock_that_was_lost_costs_a_tenant_nothing(cell: Cell, link: RedisLink) -> None:
+    """When the cell's clock begins anew, behind what a bucket remembers, the bucket should go on from where it was."""
+    limits = TenantLimits(requests_per_minute=2)
+    for now_ms in (0, 600_000):
+        await cell.bus.raise_lead(TOKEN, now_ms)
+    await cell.submit(tenant_limits=limits)
+    await link.call("DEL", keys.LEADER)
+    assert (await cell.bus.submit(make_request(RequestSpec(tenant_limits=limits)))).budget.num_requests == 0
+    await cell.bus.take_lead("new", await cell.bus.read_leader())
+    for now_ms in (0, 30_000):
+        await cell.bus.raise_lead("new", now_ms)
+    assert (await cell.bus.submit(make_request(RequestSpec(tenant_limits=limits)))).answer == "new"
+
+
+@pytest.mark.parametrize("name", [keys.QUEUE, keys.IN_FLIGHT, keys.SPENT])
+async def test_a_count_of_another_type_keeps_nobody_from_ending(cell: Cell, link: RedisLink, name: str) -> None:
+    """A key of another type in the place of a count should not stop an end half way, nor outlive what it counts."""
+    limits = TenantLimits(tokens_per_minute=1000)
+    first, second = await cell.submit(tenant_limits=limits), await cell.submit(tenant_limits=limits)
+    await link.call("SET", name, "x")
+    for request_id in (first, second):
+        assert await cell.bus.end(request_id, "cancelled")
+        assert int(await link.call("TTL", keys.record(request_id))) != -1
+    assert await cell.bus.list_live() == set()
+    assert await link.call("EXISTS", name) == (name == keys.SPENT)
+
+
+@pytest.mark.parametrize("field", keys.RECORD_FIELDS[:17])
 @pytest.mark.parametrize("garbage", [*GARBAGE, None])
 async def test_any_spoiled_record_can_be_ended(cell: Cell, link: RedisLink, field: str, garbage: bytes | None) -> None:
     """Whatever one field of a record became, reading it should hurt nobody else, and the request should be endable."""

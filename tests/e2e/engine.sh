@@ -146,6 +146,7 @@ bring_tree() {
     # redis needs async-timeout before Python 3.11.3, and Debian 12 has 3.11.2
     "$python" -m pip download -q -d "$wheels" -c "$tree/constraints.txt" async-timeout \
       -r "$tree/deploy/requirements-services.txt" -r "$tree/deploy/requirements-worker.txt" \
+      -r "$tree/deploy/requirements-autoscaler.txt" \
       "$(sed -n 's/^ARG TORCH=//p' "$tree/deploy/Dockerfile" | head -n 1)" \
       >"$dir/pip.log" 2>&1 || die "pip: $(tail -n 1 "$dir/pip.log")"
     echo "$wanted" >"$wheels/wanted"
@@ -162,7 +163,7 @@ build() {
   is_running || die "not up"
   bring_tree
   say "building Quire's images"
-  (cd "$dir/project" && PIP_NO_INDEX=1 REDIS_PASSWORD=unused COMPOSE_PARALLEL_LIMIT=1 docker compose build) >"$dir/build.log" 2>&1 || {
+  (cd "$dir/project" && PIP_NO_INDEX=1 REDIS_PASSWORD=unused COMPOSE_PARALLEL_LIMIT=1 docker compose --profile autoscale build) >"$dir/build.log" 2>&1 || {
     tail -n 20 "$dir/build.log" >&2
     die "the images do not build"
   }
@@ -182,7 +183,8 @@ run() {
   fi
   build
   cd "$tree"
-  COMPOSE_TEST_PROJECT=$dir/project enter "$python" -m pytest -p no:cacheprovider -v tests/e2e/test_compose.py
+  COMPOSE_TEST_PROJECT=$dir/project enter "$python" -m pytest -p no:cacheprovider -v tests/e2e/test_compose.py \
+    tests/e2e/test_compose_autoscale.py
 }
 
 command=${1:-run}

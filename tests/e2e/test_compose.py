@@ -40,7 +40,7 @@ pytestmark = [
 class Compose:
     """`docker compose` in the project, with the settings of this test in its .env."""
 
-    def __init__(self, project: Path, models: Path) -> None:
+    def __init__(self, project: Path, models: Path, **more: str | float) -> None:
         self._project = project
         settings = {
             "REDIS_PASSWORD": secrets.token_hex(16),
@@ -50,7 +50,7 @@ class Compose:
             "QUIRE_DTYPE": "float32",
             "QUIRE_KV_CACHE_MEMORY_BYTES": 64_000_000,
             "QUIRE_DRAIN_S": 1,  # so that a worker that is told to stop has to hand over
-        }
+        } | more
         (project / ".env").write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
 
     def __call__(self, *arguments: str, timeout_s: float = 180) -> str:

@@ -62,8 +62,13 @@ def _endpoint(client: Any, kind: str) -> Any:
     return client.chat.completions if kind == "chat" else client.completions
 
 
+def _count(usage: Any) -> tuple[int, int] | None:
+    """What all ways have in common: a later one finds more of the prompt in the cache."""
+    return None if usage is None else (usage.prompt_tokens, usage.completion_tokens)
+
+
 def _whole(answer: Any) -> Seen:
-    seen = Seen(usage=answer.usage)
+    seen = Seen(usage=_count(answer.usage))
     for choice in answer.choices:
         seen.add(
             choice.index, choice.message.content if hasattr(choice, "message") else choice.text, choice.finish_reason
@@ -72,7 +77,7 @@ def _whole(answer: Any) -> Seen:
 
 
 def _note(seen: Seen, event: Any) -> None:
-    seen.usage = event.usage or seen.usage
+    seen.usage = _count(event.usage) or seen.usage
     for choice in event.choices:
         seen.add(choice.index, choice.delta.content if hasattr(choice, "delta") else choice.text, choice.finish_reason)
 

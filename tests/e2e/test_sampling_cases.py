@@ -14,13 +14,14 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from quire.bench.random_model import SHAPES, write_random_model
+from quire.bench.model_shapes import SHAPES
+from quire.bench.random_model import write_random_model
 from shared.ids import RequestId
 from shared.log import TokenEntry, decode_entries
 from shared.redis_bus import open_bus
 from tests.e2e.cell import Cell
 from tests.e2e.reference import GreedyReference
-from tests.faults.checker import read_metrics
+from tests.faults.checker import wait_for_preemptions
 
 MODEL = "test-llama"
 PROMPT = [17, 250, 33, 408, 91, 33, 17]
@@ -71,7 +72,7 @@ async def test_logit_bias_holds_after_a_preemption(start_cell: Callable[..., Cel
     biased = {"temperature": 1.0, "max_tokens": 430, "logit_bias": {"123": 100}}
     answers = await asyncio.gather(*(complete(cell, prompt=[20 + i] * 60, **biased) for i in range(12)))
     assert all(answer["ids"] == [[123] * 430] for answer in answers)
-    assert (await read_metrics(cell.url))["vllm:num_preemptions_total"] >= 1
+    await wait_for_preemptions(cell.url, 1)
 
 
 @pytest.mark.case(42)

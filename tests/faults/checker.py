@@ -18,6 +18,7 @@ import redis.asyncio
 
 from shared import keys
 from tests.faults.streams import StreamRecord
+from tests.waiting import wait_until_async
 
 _ENDED_PREFIXES = ("req:", "log:", "idem:")
 
@@ -91,13 +92,28 @@ async def _redis_unrest(client: Any) -> list[str]:
 def _metrics_unrest(metrics: Mapping[str, float], *, counters: bool) -> list[str]:
     reasons = [
         f"{name} is {metrics.get(name)}"
-        for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+        for name in (
+            "vllm:num_requests_running",
+            "vllm:num_requests_waiting",
+            "vllm:num_requests_swapped",
+            "vllm:kv_cache_usage_perc",
+            "vllm:cpu_cache_usage_perc",
+        )
         if metrics.get(name) != 0
     ]
     ended = sum(metrics[f"quire:requests_{kind}_total"] for kind in ("finished", "failed", "cancelled"))
     if counters and metrics["quire:requests_accepted_total"] != ended:
         reasons.append(f"accepted {metrics['quire:requests_accepted_total']} but ended {ended}")
     return reasons
+
+
+async def wait_for_preemptions(base_url: str, least: int) -> None:
+    """Return when the cell's metrics tell of that many preemptions: a calm worker reports every half second."""
+
+    async def were_preempted() -> bool:
+        return (await read_metrics(base_url))["vllm:num_preemptions_total"] >= least
+
+    await wait_until_async(were_preempted, description=f"{least} preemptions", timeout_s=3)
 
 
 async def read_metrics(base_url: str, api_key: str = "") -> dict[str, float]:

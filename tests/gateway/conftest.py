@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from gateway.app import GatewayApp
 from shared.bus import Bus
-from shared.config import GatewayConfig, HttpConfig, ModelConfig, ProcessConfig
+from shared.config import DoorConfig, GatewayConfig, HttpConfig, ModelConfig, ProcessConfig
 from shared.memory_bus import MemoryBus
 from shared.messages import RequestBody
 from tests.gateway.scripted_worker import PlainLeader, ScriptedWorker
@@ -131,7 +131,7 @@ async def _make_site(
 def make_config(folder: Path, **settings: Any) -> GatewayConfig:
     """A gateway's configuration; `settings` by name, wherever they belong."""
     groups = {"process": ProcessConfig(worker_lease_s=1.0, leader_lease_s=1.0), "http": HttpConfig(port=0),
-              "model": ModelConfig(model=str(folder))}  # fmt: skip
+              "model": ModelConfig(model=str(folder)), "door": DoorConfig()}  # fmt: skip
     for name, group in groups.items():
         own = {field.name for field in dataclasses.fields(group)} & settings.keys()
         groups[name] = dataclasses.replace(group, **{key: settings.pop(key) for key in own})

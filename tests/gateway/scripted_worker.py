@@ -31,6 +31,8 @@ class ScriptedWorker:
         self.max_drawn: int | None = None
         self.num_steps = 0
         self.num_ended_early = 0
+        self.num_cached: Callable[[int], int] = lambda choice: 0
+        self.logprob: Callable[[int, int], float] = lambda choice, position: -0.5 - position / 10
         self.bodies: list[RequestBody] = []
         self.worker_id = WorkerId(new_incarnation(f"worker-{id(self)}"))
         settings = {"model": "tiny", "fingerprint": "f1", "dtype": "float32", "device": "cpu", "max_model_len": 512,
@@ -131,8 +133,9 @@ class ScriptedWorker:
         logprobs = None
         if body.sampling.num_logprobs is not None:
             top = tuple((i, -1.0 - i) for i in range(body.sampling.num_logprobs))
-            logprobs = Logprobs(-0.5 - position / 10, top)
-        entries: list[LogEntry] = [TokenEntry(choice, token_id, logprobs)]
+            logprobs = Logprobs(self.logprob(choice, position), top)
+        num_cached = self.num_cached(choice) if position == 0 else 0
+        entries: list[LogEntry] = [TokenEntry(choice, token_id, logprobs, num_cached)]
         if token_id in body.sampling.stop_token_ids:
             entries.append(FinishEntry(choice, "stop"))
         elif position + 1 == body.sampling.max_tokens:
@@ -164,7 +167,7 @@ class PlainLeader:
 
     async def _beat(self) -> None:
         while True:
-            await self.bus.raise_lead(self.token)
+            await self.bus.raise_lead(self.token, int(asyncio.get_running_loop().time() * 1000))
             await asyncio.sleep(TICK_S)
 
     async def _dispatch(self) -> None:

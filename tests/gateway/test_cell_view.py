@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gateway.cell import FORGET_AFTER_LEASES, CellTotals, CellView
+from gateway.metrics import GatewayMetrics
 from shared.clock import ManualClock
-from shared.ids import WorkerId
+from shared.ids import RequestId, WorkerId
 from shared.memory_bus import MemoryBus
-from shared.messages import WorkerReport
+from shared.messages import HeldRequest, WorkerReport
 
 LEASE_S = 3.0
 
@@ -35,3 +38,26 @@ async def test_a_silent_workers_gauges_go_and_its_counters_count_once() -> None:
     assert ((await totals()).num_workers, (await totals()).num_generation_tokens) == (1, 130)
     clock.advance(FORGET_AFTER_LEASES * LEASE_S)
     assert ((await totals()).num_workers, (await totals()).num_generation_tokens) == (0, 130)
+
+
+async def test_host_memory_should_be_shown_in_full() -> None:
+    """Requests with blocks there, its share in use, blocks copied by direction and preemptions by way should be those
+    of the reports."""
+    view = CellView(MemoryBus(), ManualClock(), LEASE_S)
+    held = [
+        HeldRequest(request_id=RequestId(f"r{i}"), attempt=1, num_blocks=0, num_tokens=9, num_running=0, num_waiting=1,
+                    num_swapped_blocks=i)
+        for i in range(3)
+    ]  # fmt: skip
+    report = replace(make_report(1), held=tuple(held), free_swap_blocks=9, num_swapped_out=7, num_swapped_in=4,
+                     num_preemptions=5, num_swap_preemptions=2)  # fmt: skip
+    view.note(report)
+    text = GatewayMetrics("m").render_cell(await view.totals()).decode()
+    for line in (
+        'vllm:num_requests_swapped{model_name="m"} 2.0', 'vllm:cpu_cache_usage_perc{model_name="m"} 0.25',
+        'quire:swapped_blocks_total{direction="out",model_name="m"} 7.0',
+        'quire:swapped_blocks_total{direction="in",model_name="m"} 4.0',
+        'quire:preemptions_total{model_name="m",way="swap"} 2.0',
+        'quire:preemptions_total{model_name="m",way="recompute"} 3.0', 'vllm:num_preemptions_total{model_name="m"} 5.0',
+    ):  # fmt: skip
+        assert line in text

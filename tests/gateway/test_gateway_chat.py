@@ -114,5 +114,9 @@ async def test_tokenize_and_detokenize_are_inverse(site: Site) -> None:
     assert (await site.post("/detokenize", {"tokens": answer["tokens"]}))[1] == {"prompt": f"the cat{END}"}
     _, chat = await site.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]})
     assert chat["tokens"][0] == site.tokenizer.token_to_id(START)
-    for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": ["a"]}), ("/detokenize", {"tokens": [-1]})):
-        assert (await site.post(path, body))[0] == 400
+    assert (await site.post("/tokenize", {}))[0] == 400
+    assert (await site.post("/detokenize", {"tokens": []}))[1] == {"prompt": ""}
+    for wrong in (["a"], [-1], [2**40], [5] * 513, [True], [[5]], "a", None, {}):
+        status, answer = await site.post("/detokenize", {"tokens": wrong})
+        assert status == 400
+        assert answer["error"]["param"] == "tokens"

@@ -14,6 +14,8 @@ import pytest
 from gateway import limits
 from gateway.auth import KeyRing
 from shared.errors import Unauthorized
+from shared.ids import RequestId
+from shared.prefix import PrefixNames, pack, scope_of
 from tests.gateway.conftest import TEXT, Site, SiteMaker
 from tests.waiting import wait_until_async
 
@@ -275,7 +277,8 @@ async def test_the_number_of_series_is_constant(site: Site) -> None:
             "vllm:time_per_output_token_seconds_bucket", "vllm:inter_token_latency_seconds_bucket",
             "vllm:e2e_request_latency_seconds_bucket", "vllm:request_success_total",
             "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total",
-            "vllm:spec_decode_num_accepted_tokens_total"} <= names  # fmt: skip
+            "vllm:spec_decode_num_accepted_tokens_total", "vllm:num_requests_swapped", "vllm:cpu_cache_usage_perc",
+            "quire:swapped_blocks_total", "quire:preemptions_total"} <= names  # fmt: skip
 
 
 async def test_secrets_stay_out_of_logs_and_errors(site: Site, caplog: pytest.LogCaptureFixture) -> None:
@@ -291,3 +294,18 @@ async def test_secrets_stay_out_of_logs_and_errors(site: Site, caplog: pytest.Lo
         assert "canary" not in str(answer.get("error"))
     assert "canary" not in caplog.text
     assert TEXT not in caplog.text
+
+
+async def test_prompts_are_named_for_the_scheduler(make_site: SiteMaker) -> None:
+    """The summary should hold the names of each prompt's full blocks, as a worker of that key and salt names them."""
+    site = await make_site(worker={"has_prefix_cache": True})
+    body: dict[str, Any] = {"prompt": [list(range(1, 41)), [1, 2]], "max_tokens": 1, "cache_salt": "s"}
+    async with site.http.post(site.base_url + COMPLETIONS, json=body) as response:
+        request_id = RequestId((await response.json())["id"])
+    record = await site.bus.load_record(request_id)
+    assert record is not None
+    names: list[bytes] = []
+    maker = PrefixNames(await site.bus.prefix_key(), 16)
+    maker.extend(names, maker.root(scope_of(record.summary.tenant, "s")), body["prompt"][0])
+    assert len(names) == 2
+    assert record.summary.prefixes == (pack(names), b"")

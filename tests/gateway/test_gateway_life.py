@@ -129,6 +129,20 @@ async def test_timers_start_again_when_the_bus_returns(counters: tuple[Counters,
     assert view.why_not_ready() == []
 
 
+async def test_a_pause_of_the_gateway_itself_is_nobodys_death(
+    counters: tuple[Counters, HealthView, ManualClock],
+) -> None:
+    """After the whole machine stood still everybody should get the rest of a lease to raise the counters again."""
+    bus, view, clock = counters
+    clock.advance(60)
+    assert view.why_not_ready() == []
+    await view.poll()
+    assert view.why_not_ready() == []
+    assert view.serving() == HELLO
+    await watch(bus, view, clock, 3, worker=0)
+    assert view.why_not_ready() == ["no live worker"]
+
+
 async def test_another_models_worker_does_not_count(counters: tuple[Counters, HealthView, ManualClock]) -> None:
     """Only workers of the gateway's model make it ready."""
     bus, view, _ = counters

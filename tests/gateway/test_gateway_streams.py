@@ -140,6 +140,16 @@ async def test_usage_sums_over_prompts_and_choices(site: Site) -> None:
     assert record.usage == answer["usage"]
 
 
+async def test_usage_counts_what_the_first_sample_of_each_prompt_found(site: Site) -> None:
+    """Cached tokens should be those of each prompt's first choice, streamed or not: others find what it computed."""
+    site.worker.num_cached = lambda choice: 100 * choice + 16
+    body = {"prompt": [[1, 2, 3], [4, 5]], "n": 2, "max_tokens": 3}
+    _, answer = await site.post(COMPLETIONS, body)
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 16 + 216}
+    record = await stream(site, COMPLETIONS, body | {"stream_options": {"include_usage": True}})
+    assert record.usage == answer["usage"]
+
+
 @pytest.mark.case(27)
 async def test_the_official_client_works(site: Site) -> None:
     """Chat and completions, streamed and not, n=2, logprobs: the client should raise nothing and give one text."""

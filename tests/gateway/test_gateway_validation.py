@@ -11,6 +11,8 @@ import orjson
 import pytest
 
 from gateway import limits
+from gateway.openai import parse_json
+from shared.errors import InvalidRequest
 from tests.gateway.conftest import TEXT, Site, SiteMaker
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -104,6 +106,17 @@ async def test_what_no_worker_can_hold_is_refused(make_site: SiteMaker) -> None:
     error = await refused(site, COMPLETIONS, {"prompt": [5] * 200, "max_tokens": 5})
     assert error["code"] == "context_length_exceeded"
     await site.check_alive()
+
+
+async def test_what_a_window_lets_a_worker_hold_is_let_in(make_site: SiteMaker) -> None:
+    """The same request should be served where the workers' windows fit the pool, and be refused where they do not."""
+    site = await make_site(worker={"num_blocks": 8, "window": 64, "step_tokens": 48})
+    site.says("cat ", adds_end=False)
+    _, answer = await site.post(COMPLETIONS, {"prompt": [5] * 200, "max_tokens": 4})
+    assert answer["usage"]["completion_tokens"] == 4
+    site = await make_site(worker={"num_blocks": 8, "window": 64, "step_tokens": 64})
+    error = await refused(site, COMPLETIONS, {"prompt": [5] * 200, "max_tokens": 5})
+    assert "9 blocks of 16" in error["message"]
 
 
 @pytest.mark.case(7)
@@ -273,8 +286,8 @@ async def test_seed_minus_one_draws_a_seed(site: Site) -> None:
 @pytest.mark.case(61)
 @pytest.mark.parametrize(("field", "value"), [
     ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("response_format", {"type": "json_object"}),
-    ("functions", [{}]), ("guided_regex", ".*"), ("structured_outputs", {"regex": "a"}), ("cache_salt", "x"),
-    ("priority", 1), ("lora", "a"), ("use_beam_search", True), ("bad_words", ["x"]), ("allowed_token_ids", [1]),
+    ("functions", [{}]), ("guided_regex", ".*"), ("structured_outputs", {"regex": "a"}),
+    ("lora", "a"), ("use_beam_search", True), ("bad_words", ["x"]), ("allowed_token_ids", [1]),
     ("chat_template", "x"), ("chat_template_kwargs", {"a": 1}), ("prompt_logprobs", 0), ("truncate_prompt_tokens", 5),
     ("modalities", ["audio"]), ("reasoning_effort", "high")])  # fmt: skip
 async def test_what_is_not_built_is_refused_by_name(site: Site, field: str, value: Any) -> None:
@@ -283,7 +296,7 @@ async def test_what_is_not_built_is_refused_by_name(site: Site, field: str, valu
     assert field in error["message"]
 
 
-@pytest.mark.parametrize(("field", "value"), [("echo", True), ("suffix", "x"), ("best_of", 2)])
+@pytest.mark.parametrize(("field", "value"), [("echo", True), ("suffix", "x")])
 async def test_what_is_not_built_of_completions_is_refused_by_name(site: Site, field: str, value: Any) -> None:
     """The same for the fields that only completions have."""
     await refused(site, COMPLETIONS, {"prompt": "hi", field: value}, param=field)
@@ -340,6 +353,39 @@ async def test_n_is_bounded(site: Site, n: Any) -> None:
     await refused(site, COMPLETIONS, {"prompt": "hi", "n": n}, param="n")
 
 
+@pytest.mark.parametrize("priority", [2**31 + 1, -(2**31) - 1, 10**30, 1.0, 1.5, True, "1", "high", [1], {}])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_priority_is_a_bounded_integer(site: Site, path: str, priority: Any) -> None:
+    """A priority that is no integer of at most 2**31 either way should be a 400 that names it, in both APIs."""
+    error = await refused(site, path, {"prompt": "hi", "messages": USER, "priority": priority}, param="priority")
+    assert error["message"].startswith("priority: ")
+    for number in ("NaN", "Infinity", "1e999"):
+        status, _ = await site.post_raw(path, f'{{"prompt":"hi","priority":{number}}}'.encode())
+        assert status == 400
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(("fields", "expected"), [
+    ({}, (0, "")), ({"priority": None, "user": None}, (0, "")),
+    ({"priority": -(2**31), "user": "ann"}, (-(2**31), "ann")),
+    ({"priority": 2**31, "user": "x" * 512}, (2**31, "x" * 512))])  # fmt: skip
+async def test_priority_and_user_reach_the_scheduler(
+    site: Site, path: str, fields: dict[str, Any], expected: tuple[int, str]
+) -> None:
+    """Both APIs should hand priority and user on as they were sent; absent and null mean 0 and nobody."""
+    _, answer = await site.post(path, {"prompt": "hi", "messages": USER, **fields})
+    record = await site.bus.load_record(answer["id"])
+    assert record is not None
+    assert (record.summary.priority, record.summary.user) == expected
+
+
+@pytest.mark.parametrize("user", ["x" * 513, 5, True, ["x"], {"a": "b"}, 1.5])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_user_is_a_short_text(site: Site, path: str, user: Any) -> None:
+    """A user that is no text, or longer than 512 characters, should be a 400 that names it."""
+    await refused(site, path, {"prompt": "hi", "messages": USER, "user": user}, param="user")
+
+
 @pytest.mark.parametrize("field", ["max_tokens", "min_tokens", "top_k", "n", "logprobs", "stream", "ignore_eos", "user",
                                    "model", "stop_token_ids", "stream_options"])  # fmt: skip
 async def test_wrong_types_are_refused_by_name(site: Site, field: str) -> None:
@@ -366,3 +412,12 @@ async def test_nothing_serves_is_503(make_site: SiteMaker) -> None:
         assert response.status == 503
         assert int(response.headers["Retry-After"]) > 0
     assert (await site.post(COMPLETIONS, {"prompt": ""}))[0] == 400
+
+
+def test_bodies_of_too_many_values_are_not_parsed() -> None:
+    """One call parses all of a body; what makes it slow is refused by its bytes, and long texts are not what does."""
+    text = b'{"prompt": "' + b"a:[{ 1,2 " * 2**17 + b'"}'
+    assert len(parse_json(text)["prompt"]) == 9 * 2**17
+    for values in (b"[]," * 2**19 + b"[]", b"{}," * 2**19 + b"{}", b'{"a":1},' * 2**18 + b"0"):
+        with pytest.raises(InvalidRequest, match="more than 500000 fields, lists and objects"):
+            parse_json(b'{"prompt": [' + values + b"]}")

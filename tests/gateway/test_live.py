@@ -101,9 +101,13 @@ def make_body(**fields: object) -> RequestBody:
 def logs(num_choices: int) -> st.SearchStrategy[list[LogEntry]]:
     """Tokens of any kind for each choice, the end of each, and tokens that came too late."""
     token = st.builds(
-        TokenEntry, st.integers(0, num_choices - 1), st.integers(0, VOCAB - 1), st.just(Logprobs(-0.5, ((3, -0.5),)))
+        TokenEntry,
+        st.integers(0, num_choices - 1),
+        st.integers(0, VOCAB - 1),
+        st.just(Logprobs(-0.5, ((3, -0.5),))),
+        st.sampled_from([0, 0, 16]),
     )
-    plain = st.builds(TokenEntry, st.integers(0, num_choices - 1), st.integers(0, VOCAB - 1), st.none())
+    plain = st.builds(TokenEntry, st.integers(0, num_choices - 1), st.integers(0, VOCAB - 1), st.none(), st.just(0))
     ends: list[LogEntry] = [FinishEntry(choice, "length") for choice in range(num_choices)]
     entries: st.SearchStrategy[LogEntry] = token | plain
     return st.tuples(st.lists(entries, max_size=30), st.lists(entries, max_size=2)).map(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from quire import checkpoint
+from shared import paths
 from shared.errors import ConfigError
 
 
@@ -57,3 +59,13 @@ def test_file_is_refused(tmp_path: Path) -> None:
     path.touch()
     with pytest.raises(ConfigError, match="is a file"):
         resolve(str(path), tmp_path)
+
+
+@pytest.mark.parametrize("call", [
+    lambda: checkpoint.resolve("~nosuchuser/model", Path(), print),
+    lambda: paths.cache_folder("~nosuchuser/cache"),
+    lambda: paths.expand("--data-dir", "~nosuchuser/data")])  # fmt: skip
+def test_an_unknown_user_is_told(call: Callable[[], object]) -> None:
+    """~nosuchuser should be refused with the flag and the remedy."""
+    with pytest.raises(ConfigError, match=r"--\w+(-dir)?=~nosuchuser/\w+: there is no such user; write"):
+        call()

@@ -31,7 +31,7 @@ def test_version() -> None:
     assert run("--version").stdout == f"quire {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["simulate"], ["bench", "simulate"]])
+@pytest.mark.parametrize("arguments", [["replay"], ["bench", "simulate"]])
 def test_unknown_command_names_those_that_exist(arguments: list[str]) -> None:
     """A command that is not there should be refused in one line that lists what is."""
     answer = run(*arguments)
@@ -50,7 +50,6 @@ def test_unknown_command_names_those_that_exist(arguments: list[str]) -> None:
         (["serve", "--redis-url", "localhost:6379"], "--redis-url: no address of a Redis; use redis://"),
         (["serve", "/no/such/folder"], "no such folder"),
         (["serve", "some-org/some-model"], "not fetched from a hub"),
-        (["serve", "--enable-prefix-caching"], "not available"),
         (["bench", "serve", "--workload", "w9"], "w1, w2, w3, w4"),
         (["bench", "serve", "--base-url", "127.0.0.1:8000"], "--base-url=127.0.0.1:8000: must be like http://"),
         (["bench", "serve", "--base-url", "http://127.0.0.1:8000/v1"], "without /v1"),

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire import launcher
-from shared.config import ProcessConfig, ServeConfig
+from quire import launcher, services
+from quire.worker_scaling import free_indexes
+from shared.config import ProcessConfig, ScalingConfig, ServeConfig
 from shared.errors import ConfigError
+from shared.worker_wish import WorkerLimits
 
 
 @pytest.fixture
@@ -79,3 +81,43 @@ def test_workers_drain_only_for_clients_that_can_come_back(redis_url: str, worke
     config = ServeConfig(process=ProcessConfig(redis_url=redis_url, drain_s=7.0))
     order = launcher.stop_order(["redis", "scheduler", "worker0", "worker1", "gateway0"], config)
     assert order == [(["gateway0"], 12.0), (["worker0", "worker1"], worker_s), (["scheduler"], 5.0), (["redis"], 5.0)]
+
+
+def test_metrics_on_a_gateways_port_are_refused() -> None:
+    """Scheduler and workers count up from --metrics-port; they should not meet the gateways there."""
+    config = ServeConfig(process=ProcessConfig(metrics_port=9000), workers=2)
+    launcher.refuse_shared_ports(config, [8999, 9003])
+    with pytest.raises(ConfigError, match=r"--metrics-port=9000.* 9000 to 9002.* 9002"):
+        launcher.refuse_shared_ports(config, [9002, 9003])
+    launcher.refuse_shared_ports(ServeConfig(), [8000])
+    scaled = ServeConfig(process=ProcessConfig(metrics_port=9000), scaling=ScalingConfig(autoscale="1:4"))
+    with pytest.raises(ConfigError, match=r"9000 to 9004"):
+        launcher.refuse_shared_ports(scaled, [9004])
+
+
+def test_workers_and_autoscale_do_not_go_together() -> None:
+    """A number and a range of workers should be refused together, and a range beyond what one machine runs."""
+    scaling = ScalingConfig(autoscale="1:3")
+    assert launcher.scaling_limits(ServeConfig(scaling=scaling)) == WorkerLimits(low=1, high=3)
+    assert launcher.scaling_limits(ServeConfig(workers=3)) is None
+    with pytest.raises(ConfigError, match=r"--workers=2 together with --autoscale=1:3: .* leave --workers out"):
+        launcher.scaling_limits(ServeConfig(workers=2, scaling=scaling))
+    with pytest.raises(ConfigError, match="--autoscale=1:65: at most 64 workers"):
+        launcher.scaling_limits(ServeConfig(scaling=ScalingConfig(autoscale="1:65")))
+
+
+def test_the_scheduler_is_told_and_workers_share_the_cores() -> None:
+    """`--autoscale` and its patience should reach the scheduler, and each worker get its share of the most there may
+    be."""
+    scaling = ScalingConfig(autoscale="1:64", autoscale_grow_after_s=0.5)
+    config = ServeConfig(scaling=scaling)
+    argv = services.scheduler_spec(config, "redis://h").argv
+    assert {"--autoscale=1:64", "--autoscale-grow-after-s=0.5"} <= set(argv)
+    assert "--num-threads=1" in services.worker_spec(config, "redis://h", 0).argv
+
+
+def test_a_worker_that_leaves_keeps_its_place_until_it_has_gone() -> None:
+    """New workers should take numbers that no process has, below the most workers there may be."""
+    limits = WorkerLimits(low=1, high=3)
+    assert free_indexes(["redis", "worker-1", "gateway-0"], limits) == [0, 2]
+    assert free_indexes(["worker-0", "worker-1", "worker-2"], limits) == []

@@ -11,6 +11,7 @@ from quire import services
 from quire.supervisor import ChildSpec
 from shared import flags
 from shared.config import (
+    DoorConfig,
     EngineConfig,
     GatewayConfig,
     HttpConfig,
@@ -33,6 +34,7 @@ def make_config(**changes: object) -> ServeConfig:
         model=ModelConfig(model="/some folder/m", served_model_name=("a", "b"), max_model_len=77, dtype="float32"),
         http=HttpConfig(host="0.0.0.0", api_key=("key-1", "key-2"), sse_keep_alive_s=0.5, orphan_ttl_s=3.5),
         engine=EngineConfig(block_size=8, kv_cache_memory_bytes=12345, max_num_seqs=3, enforce_eager=True),
+        door=DoorConfig(max_num_queued_reqs=5, tenant_limits=("anyone:rpm=3", "0" * 16 + ":tpm=9")),
         workers=2,
         scheduling=SchedulingConfig(max_crashes=4, worker_stall_s=9.0, max_preemptions=5, admission_headroom=7),
     )
@@ -59,7 +61,8 @@ def test_gateway_reads_what_the_launcher_was_told() -> None:
     config = make_config()
     read = read_back(services.gateway_spec(config, REDIS, 0, 4321), GatewayConfig)
     process = replace(config.process, redis_url=REDIS, metrics_port=None)
-    assert read == GatewayConfig(process=process, model=config.model, http=replace(config.http, port=4321))
+    assert read == GatewayConfig(process=process, model=config.model, http=replace(config.http, port=4321),
+                                 door=config.door)  # fmt: skip
 
 
 def test_scheduler_reads_what_the_launcher_was_told() -> None:

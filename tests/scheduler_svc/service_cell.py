@@ -11,7 +11,7 @@ from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.service import SchedulerService
 from shared.bus import Bus, CommitItem, NewRequest, RequestRecord
 from shared.clock import MonotonicClock
-from shared.config import ProcessConfig, SchedulerConfig, SchedulingConfig
+from shared.config import ProcessConfig, ScalingConfig, SchedulerConfig, SchedulingConfig
 from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId, new_request_id
 from shared.log import FinishEntry, TokenEntry, encode_entry
 from shared.messages import (
@@ -40,6 +40,7 @@ class ScriptedWorker:
         self.attempts: list[tuple[RequestId, int]] = []
         self.preempts: list[PreemptRequest] = []
         self.forgets = False
+        self.runs: list[RunRequest] = []
         self._seq = 0
         self._applied = EntryId("0-0")
 
@@ -52,19 +53,23 @@ class ScriptedWorker:
         await self._bus.hello(self.hello)
         while True:
             for entry_id, message in await self._bus.read_inbox(self.worker_id, self._applied, 10, 20):
-                self._take(message)
+                await self._take(message)
                 self._applied = entry_id
             await self._bus.beat(self.worker_id, self._seq, list(self.held.items()))
             await self._report()
             await asyncio.sleep(0.01)
 
-    def _take(self, message: object) -> None:
+    async def _take(self, message: object) -> None:
         if isinstance(message, RunRequest):
+            self.runs.append(message)
             self.attempts.append((message.request_id, message.attempt))
             if not self.forgets:
                 self.held[message.request_id] = message.attempt
         elif isinstance(message, PreemptRequest):
             self.preempts.append(message)
+            if self.held.get(message.request_id) == message.attempt:
+                del self.held[message.request_id]
+                await self._bus.release(self.worker_id, message.request_id, message.attempt, is_preempted=True)
         else:
             self.held.pop(getattr(message, "request_id"), None)  # noqa: B009 - an AbortRequest
 
@@ -104,7 +109,10 @@ class ServiceCell:
         leases = {name: settings.pop(name) for name in ("worker_lease_s", "leader_lease_s") if name in settings}
         process = ProcessConfig(**{"worker_lease_s": 1.5, "leader_lease_s": 0.4} | leases)
         orphans = {name: settings.pop(name) for name in ("orphan_ttl_s",) if name in settings}
-        self.config = SchedulerConfig(process=process, scheduling=SchedulingConfig(**settings), **orphans)
+        scaling = ScalingConfig(**{name: settings.pop(name) for name in list(settings) if name.startswith("autoscale")})
+        self.config = SchedulerConfig(
+            process=process, scheduling=SchedulingConfig(**settings), scaling=scaling, **orphans
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self._gateway: asyncio.Task[None] | None = None
 
@@ -140,7 +148,9 @@ class ServiceCell:
         with suppress(asyncio.CancelledError):
             await task
 
-    async def submit(self, prompt_len: int = 16, max_tokens: int = 16, timeout_s: float = 60.0) -> RequestId:
+    async def submit(
+        self, prompt_len: int = 16, max_tokens: int = 16, timeout_s: float = 60.0, priority: int = 0
+    ) -> RequestId:
         request_id = new_request_id("completion")
         summary = SubmitRequest(
             request_id=request_id,
@@ -151,6 +161,7 @@ class ServiceCell:
             n=1,
             max_tokens=max_tokens,
             timeout_s=timeout_s,
+            priority=priority,
         )
         body = RequestBody(
             kind="completion",

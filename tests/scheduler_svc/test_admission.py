@@ -9,7 +9,7 @@ import pytest
 from scheduler_svc import decisions as d
 from scheduler_svc.policy.scheduler import PolicyConfig
 from shared.bus import ChoiceState
-from shared.capacity import blocks_for, fits, never_fits_message
+from shared.capacity import blocks_for, fits, most_tokens, never_fits_message, resident_tokens
 from shared.ids import RequestId
 from tests.scheduler_svc.cell import PolicyCell, dispatched, held, make_hello, make_record, running
 
@@ -25,6 +25,42 @@ def test_fits_at_the_very_edge() -> None:
     assert fits(128, block_size=16, num_blocks=8)
     assert not fits(129, block_size=16, num_blocks=8)
     assert "129 tokens, 9 blocks of 16" in never_fits_message(129, block_size=16, num_blocks=8)
+
+
+@pytest.mark.parametrize(("window", "step_tokens", "block_size"), [(1, 1, 4), (7, 3, 4), (8, 4, 4), (9, 64, 16)])
+def test_a_window_bounds_what_a_sequence_holds(window: int, step_tokens: int, block_size: int) -> None:
+    """The formula should be the most blocks of any step of a sequence: from the first key that its first row sees to
+    the last token it computes; and no more than its tokens fill."""
+    num_resident = resident_tokens(window, step_tokens)
+    for length in (1, 5, 20, 200):
+        ends = {start: min(length, start + step_tokens) for start in range(length)}
+        held = [-(-end // block_size) - max(0, start - window + 1) // block_size for start, end in ends.items()]
+        assert blocks_for(length, block_size, num_resident) >= max(held)
+    assert blocks_for(10_000, block_size, num_resident) == max(held)
+
+
+def test_a_long_request_fits_where_its_window_does() -> None:
+    """10,000 tokens should fit a pool of a window and a step, and not one of a block less; nothing should be refused
+    for its length then."""
+    sizes = {"block_size": 16, "num_resident": resident_tokens(256, 64)}
+    assert fits(10_000, num_blocks=21, **sizes)
+    assert not fits(10_000, num_blocks=20, **sizes)
+    assert most_tokens(limit=10_000, num_blocks=21, **sizes) == 10_000
+    assert most_tokens(limit=10_000, num_blocks=20, **sizes) == 320
+    assert "21 blocks of 16" in never_fits_message(10_000, num_blocks=20, **sizes)
+
+
+def test_a_windowed_worker_is_counted_by_its_window() -> None:
+    """Long requests should go to a worker as long as their windows and steps fit, and once they decode count with the
+    blocks of their windows: nobody is preempted for growth that there will not be."""
+    cell = PolicyCell()
+    cell.join("w", num_blocks=40, window=128, step_tokens=64)
+    records = [make_record(f"r{i}", i, prompt_len=2000, max_tokens=500) for i in range(4)]
+    assert len(dispatched(cell.submit(*records))) == 3
+    listed = tuple(held(f"r{i}", blocks=9, tokens=2100) for i in range(3))
+    decisions = cell.report("w", free=13, applied=cell.last_entry, held=listed)
+    assert dispatched(decisions) == [("r3", "w")]
+    assert not [x for x in decisions if isinstance(x, d.Preempt)]
 
 
 def test_a_request_goes_out_only_after_the_workers_first_report() -> None:
@@ -118,10 +154,10 @@ def test_all_choices_go_to_one_worker_and_an_over_large_request_gets_it_alone() 
     """Demand should be capped by the worker, so that a request of many choices runs in portions."""
     cell = PolicyCell()
     cell.join("w", "v")
-    many = make_record("many", 1, prompt_len=100, n=4)
+    many = make_record("many", 1, prompt_len=100, n=8)
     first = dispatched(cell.observe(many))
     assert len(first) == 1
-    second = dispatched(cell.observe(make_record("more", 2, prompt_len=100, n=4)))
+    second = dispatched(cell.observe(make_record("more", 2, prompt_len=100, n=8)))
     assert {"w", "v"} == {worker for _, worker in first + second}
     assert dispatched(cell.observe(make_record("a", 3))) == []
 
@@ -258,3 +294,39 @@ def test_a_request_placed_by_its_wake_up_is_no_orphan() -> None:
     cell.now += 1.0
     assert cell.feed(d.Tick()) == []
     assert cell.observe(running(record, "w:1")) == []
+
+
+def test_reserved_memory_is_counted_whole() -> None:
+    """A worker that reserves room for the longest sequence should be sent no more sequences than that allows."""
+    cell = PolicyCell()
+    cell.join("w", num_blocks=16, reserved_tokens=128)
+    records = [make_record(f"r{i}", i, prompt_len=16, max_tokens=50) for i in range(4)]
+    assert len(dispatched(cell.submit(*records))) == 2
+    listed = tuple(held(f"r{i}", blocks=8, tokens=17) for i in range(2))
+    cell.report("w", free=0, applied=cell.last_entry, held=listed)
+    assert cell.policy.num_running == 2
+
+
+def test_the_choices_of_a_prompt_count_it_once() -> None:
+    """Of 4 choices with 7 blocks of prompt and 1 of output each, 6 whole blocks of the prompt should be counted once:
+    14 blocks in all, which leave 2; not so where each sequence has memory of its own."""
+    for reserved_tokens, expected in ((0, [("many", "w"), ("small", "w")]), (1, [("many", "w")])):
+        cell = PolicyCell()
+        cell.join("w", reserved_tokens=reserved_tokens, max_num_seqs=8)
+        decisions = cell.observe(make_record("many", 1, prompt_len=100, n=4), make_record("small", 2))
+        assert dispatched(decisions) == expected
+
+
+def test_choices_that_wait_in_a_worker_count_their_prompt_once() -> None:
+    """The same should hold once a report lists them, none running yet or some of them."""
+    cell = PolicyCell()
+    cell.see_workers(make_hello("w", max_num_seqs=8))
+    cell.observe(running(make_record("many", 1, prompt_len=100, n=4), "w"))
+    none = replace(held("many", blocks=0, tokens=400), num_running=0, num_waiting=4)
+    cell.report("w", free=16, held=(none,))
+    assert dispatched(cell.observe(make_record("small", 2))) == [("small", "w")]
+    cell.feed(d.Ended(request_ids=(make_record("small").summary.request_id,)))
+    one = replace(held("many", blocks=7, tokens=400), num_running=1, num_waiting=3)
+    cell.report("w", free=9, applied="9-9", held=(one,))
+    assert dispatched(cell.observe(make_record("second", 3))) == [("second", "w")]
+    assert dispatched(cell.observe(make_record("third", 4))) == []

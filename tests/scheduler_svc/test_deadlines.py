@@ -11,10 +11,10 @@ def test_what_has_ended_is_not_kept_until_its_deadline() -> None:
     """A flood of short requests with long deadlines should leave nothing, and those that live should fall due."""
     deadlines = Deadlines()
     stays = Request(make_record("stays"), now=0.0)
-    deadlines.add(stays)
+    deadlines.add(stays, stays.deadline)
     for number in range(10 * MAX_STALE):
         request = Request(make_record(f"r{number}"), now=0.0)
-        deadlines.add(request)
+        deadlines.add(request, request.deadline)
         deadlines.remove(request)
     assert len(deadlines) <= MAX_STALE + 2
     assert deadlines.due(stays.deadline) == ["stays"]

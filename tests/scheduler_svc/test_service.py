@@ -134,6 +134,26 @@ async def test_a_request_that_kills_every_worker_fails_after_max_crashes(bus: Bu
         assert (record.ended.reason, record.attempt) == ("failed", 2)
 
 
+@pytest.mark.case(74)
+async def test_an_urgent_request_takes_the_only_slot_and_the_other_comes_back(bus: Bus) -> None:
+    """With one slot that a less urgent request has, an urgent one should have it at once, in the order Preempt, Run;
+    the other should run again afterwards, counted as preempted once."""
+    async with service_cell(bus) as cell:
+        cell.start_scheduler()
+        worker, _ = cell.start_worker("w:1", max_num_seqs=1)
+        patient = await cell.submit(max_tokens=200, priority=5)
+        await cell.wait_for_attempt(worker, patient, 1)
+        urgent = await cell.submit(priority=-1)
+        await cell.wait_for_attempt(worker, urgent, 1)
+        assert [message.request_id for message in worker.preempts] == [patient]
+        assert [(run.request_id, run.priority) for run in worker.runs[:2]] == [(patient, 5), (urgent, -1)]
+        await worker.finish(urgent)
+        await cell.wait_for_attempt(worker, patient, 2)
+        assert (await cell.record(patient)).preemptions == 1
+        await worker.finish(patient)
+        await cell.wait_for_end(urgent, patient)
+
+
 async def test_a_request_that_its_worker_forgot_is_sent_again(bus: Bus) -> None:
     """Read from the inbox and never listed: it should go out again, as a new attempt."""
     async with service_cell(bus) as cell:

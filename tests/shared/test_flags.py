@@ -77,6 +77,7 @@ def test_an_optional_setting_can_be_unset(text: str) -> None:
         ("size", "1.5", "whole number"),
         ("share", "1.5", "0.0 to 1.0"),
         ("share", "nan", "0.0 to 1.0"),
+        ("share", "inf", "0.0 to 1.0"),
         ("share", "lots", "a number"),
         ("limit", "0", "at least 1"),
         ("dtype", "int4", "auto, float32"),
@@ -89,6 +90,23 @@ def test_a_bad_value_names_setting_value_and_range(name: str, value: str, range_
         with pytest.raises(ConfigError) as caught:
             call()
         assert all(part in str(caught.value) for part in (source, repr(value), range_text))
+
+
+@pytest.mark.parametrize(
+    ("flag", "text"), [("--host", ""), ("--metrics-host", ""), ("--served-model-name", ""), ("--drain-s", "1e12"),
+                       ("--drain-s", "inf"), ("--record-ttl-s", "inf"), ("--worker-lease-s", "inf")])  # fmt: skip
+def test_what_would_open_or_overflow_is_refused(flag: str, text: str) -> None:
+    """An empty address would listen everywhere; a duration beyond a year is beyond clocks and calendars."""
+    with pytest.raises(ConfigError, match=f"{flag}="):
+        flags.parse(ServeConfig, [f"{flag}={text}"], {}, program="quire serve")
+
+
+@pytest.mark.parametrize("flag", ["--engine-flags", "--serve-flags"])
+def test_an_open_quote_is_told(flag: str) -> None:
+    """Flags inside a flag that a shell could not read should be refused by name."""
+    assert flags.split(flag, "--a 'b c' --d") == ["--a", "b c", "--d"]
+    with pytest.raises(ConfigError, match=f"{flag}=--x '.*quot"):
+        flags.split(flag, "--x '")
 
 
 def test_a_bad_bool_is_named() -> None:
@@ -184,7 +202,27 @@ def test_settings_of_other_services_are_no_mistake(monkeypatch: pytest.MonkeyPat
     assert config.load(WorkerConfig, [], program="worker").engine.max_num_seqs == 4
 
 
-def test_what_is_not_built_is_refused() -> None:
-    """A setting that exists for later should not be accepted in silence."""
-    with pytest.raises(ConfigError, match="--enable-prefix-caching"):
-        config.load(WorkerConfig, ["--enable-prefix-caching"], program="worker")
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--preemption-mode=swap"], "--swap-space"),
+        (["--swap-space=1", "--kv-layout=contiguous"], "--kv-layout=contiguous"),
+        (["--swap-space=0.5", "--batching=static"], "--batching=static"),
+        (["--swap-space=-1"], "--swap-space"),
+        (["--swap-space=nan"], "--swap-space"),
+        (["--preemption-mode=never"], "auto, swap, recompute"),
+    ],
+)
+def test_swap_is_refused_where_it_cannot_be(argv: list[str], named: str) -> None:
+    """Host memory that nothing could use, or a mode without it, should be an error that names the other flag."""
+    with pytest.raises(ConfigError, match=named):
+        config.load(WorkerConfig, argv, program="test")
+
+
+def test_host_memory_is_given_in_gib() -> None:
+    """The flag should be whole or part GiB, and none be taken where victims compute again."""
+    for argv, expected in (
+        (["--swap-space=1.5"], 3 << 29), (["--swap-space=2", "--preemption-mode=swap"], 2 << 30),
+        (["--swap-space=2", "--preemption-mode=recompute"], 0), ([], 0),
+    ):  # fmt: skip
+        assert config.load(WorkerConfig, argv, program="test").engine.swap_bytes == expected

@@ -23,7 +23,7 @@ IDS = st.integers(0, 2**31)
 FLOATS = st.floats(allow_nan=False)
 LOGPROBS = st.builds(Logprobs, FLOATS, st.lists(st.tuples(IDS, FLOATS), max_size=5).map(tuple))
 ENTRIES: st.SearchStrategy[LogEntry] = st.one_of(
-    st.builds(TokenEntry, IDS, IDS, st.none() | LOGPROBS),
+    st.builds(TokenEntry, IDS, IDS, st.none() | LOGPROBS, st.just(0) | st.integers(1, 2**31)),
     st.builds(FinishEntry, IDS, st.sampled_from(FINISH_REASONS)),
 )
 
@@ -65,7 +65,11 @@ def test_a_token_costs_few_bytes() -> None:
         [0, 1, None],
         [0, 1.0],
         {"choice": 0},
-        [0, 1, [-1.0, []], 4],
+        [0, 1, [-1.0, []], 4, 5],
+        [0, 1, None, 0],
+        [0, 1, None, -1],
+        [0, 1, None, True],
+        [0, 1, 2, 3],
         [0, 1, [-1.0, [5]]],
         [0, 1, [-1.0, [[1]]]],
         [0, 1, [-1.0, [["a", "b"]]]],
@@ -103,7 +107,7 @@ def test_hostile_bytes_are_refused(data: bytes) -> None:
 def test_one_plain_token_is_known(entries: list[LogEntry]) -> None:
     """Choice and token should be given for one token entry without logprobs, and nothing for anything else."""
     match entries:
-        case [TokenEntry(choice, token_id, None)]:
+        case [TokenEntry(choice, token_id, None, 0)]:
             expected = (choice, token_id)
         case _:
             expected = None

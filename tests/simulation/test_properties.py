@@ -5,61 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_svc import decisions as d
 from scheduler_svc.policy.scheduler import PolicyConfig
-from scheduler_svc.policy.state import entry_key
+from scheduler_svc.policy.state import entry_key, rank_of
+from scheduler_svc.simulated_worker import SimulatedWorker
 from scheduler_svc.simulator import CostModel, SimulatedRequest, SimulatedWorkerSpec, Simulation
 from shared.bus import RequestState
 from shared.capacity import blocks_for, fits
 from shared.ids import RequestId
+from shared.messages import HeldRequest
+from tests.simulation.traces import TRACES, UNTIL_S, costs, requests, run_out, worker_specs
 
-UNTIL_S = 600.0
 MAX_PREEMPTIONS = 3
-TRACES = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-@st.composite
-def requests(draw: st.DrawFn, *, can_cancel: bool = False, max_prompt: int = 60) -> list[SimulatedRequest]:
-    """Up to 25 requests within 3 seconds."""
-    found = []
-    for _ in range(draw(st.integers(1, 25))):
-        arrival_s = draw(st.floats(0, 3))
-        max_tokens = draw(st.integers(1, 60))
-        cancel_s = draw(st.none() | st.floats(0, 6)) if can_cancel else None
-        found.append(
-            SimulatedRequest(
-                arrival_s=arrival_s,
-                prompt_len=draw(st.integers(1, max_prompt)),
-                max_tokens=max_tokens,
-                output_len=draw(st.integers(1, max_tokens)),
-                n=draw(st.sampled_from([1, 1, 1, 2, 3])),
-                cancel_s=None if cancel_s is None else arrival_s + cancel_s,
-            )
-        )
-    return found
-
-
-def worker_specs(min_blocks: int) -> st.SearchStrategy[SimulatedWorkerSpec]:
-    """Tiny pools; none dies."""
-    return st.builds(
-        SimulatedWorkerSpec,
-        num_blocks=st.integers(min_blocks, min_blocks + 12),
-        block_size=st.just(8),
-        max_num_seqs=st.integers(1, 6),
-        start_s=st.floats(0, 2),
-    )
-
-
-costs = st.builds(
-    CostModel,
-    step_s=st.floats(0.005, 0.1),
-    token_s=st.floats(0, 0.005),
-    report_delay_s=st.floats(0.001, 0.3),
-    inbox_delay_s=st.floats(0.001, 0.3),
-)
 
 
 @dataclass
@@ -71,6 +31,8 @@ class Watcher:
     num_preempted: dict[RequestId, int] = field(default_factory=dict)
 
     def __call__(self, cell: Simulation, event: d.Event, decisions: list[d.Decision]) -> None:
+        for worker in cell.cell.workers.values():
+            assert_sound(worker)
         if isinstance(event, d.Reported):
             self.last[event.report.worker_id] = event
         elif isinstance(event, d.DispatchDone):
@@ -91,6 +53,7 @@ class Watcher:
             if is_owner and entry_key(done.entry_id) > applied:
                 ids.add(request_id)
         needed = sum(_least_blocks(cell, request_id, report.num_blocks) for request_id in ids)
+        needed += sum(_blocks_to_come_back(cell, held, dispatch) for held in report.held)
         ending = sum(h.num_blocks for h in report.held if _may_end_soon(cell, h.request_id, h.num_tokens))
         assert needed <= report.free_blocks + ending, f"{dispatch} needs {needed} of {report.free_blocks}+{ending}"
 
@@ -103,12 +66,33 @@ class Watcher:
 def _least_blocks(cell: Simulation, request_id: RequestId, num_blocks: int) -> int:
     record = cell.cell.records[request_id]
     known = [record.summary.prompt_len(c) + s.num_tokens for c, s in enumerate(record.choices) if s.is_open]
-    return min(num_blocks, sum(blocks_for(k, 8) for k in known))
+    num_shared = (len(known) - 1) * ((record.summary.prompt_lens[0] - 1) // 8)
+    return min(num_blocks, sum(blocks_for(k, 8) for k in known) - num_shared)
+
+
+def _blocks_to_come_back(cell: Simulation, held: HeldRequest, dispatch: d.Dispatch) -> int:
+    """Blocks that an older one of one choice needs which waits with its own in host memory."""
+    record = cell.cell.records[held.request_id]
+    is_owner = cell.cell.is_owner(dispatch.worker_id, held.request_id, held.attempt)
+    if held.num_running or not held.num_swapped_blocks or not is_owner or rank_of(record.order) > dispatch.rank:
+        return 0
+    return blocks_for(held.num_tokens, 8) if held.num_waiting == 1 else 0
 
 
 def _may_end_soon(cell: Simulation, request_id: RequestId, num_tokens: int) -> bool:
     summary = cell.cell.records[request_id].summary
     return num_tokens + 2 * summary.n > summary.prompt_lens[0] + summary.max_tokens
+
+
+def assert_sound(worker: SimulatedWorker) -> None:
+    """Blocks are free or a running one's, those of host memory free or a waiting one's, each once."""
+    assert worker.free_blocks + sum(s.num_blocks - s.num_shared for s in worker.running) == worker.hello.num_blocks
+    assert worker.free_swap_blocks + sum(s.num_swapped for s in worker.waiting) == worker.hello.num_swap_blocks
+    assert min(worker.free_blocks, worker.free_swap_blocks) >= 0
+    assert not any(s.num_blocks for s in worker.waiting)
+    assert not any(s.num_swapped for s in worker.running)
+    owners = [s.request_id for s in worker.running if not s.num_shared]
+    assert {s.request_id for s in worker.running if s.num_shared} <= set(owners), "shared with nobody"
 
 
 def assert_idle(cell: Simulation) -> None:
@@ -117,20 +101,17 @@ def assert_idle(cell: Simulation) -> None:
     assert set() == cell.policy.request_ids
     assert (cell.policy.num_queued, cell.policy.num_running) == (0, 0)
     for worker in cell.cell.workers.values():
+        assert_sound(worker)
         assert not worker.is_alive or worker.free_blocks == worker.hello.num_blocks
+        assert not worker.is_alive or worker.free_swap_blocks == worker.hello.num_swap_blocks
 
 
-@TRACES
-@given(requests(), st.lists(worker_specs(15), min_size=1, max_size=3), costs)
-def test_all_finish_with_their_tokens_while_workers_live(
-    arrivals: list[SimulatedRequest], workers: list[SimulatedWorkerSpec], cost: CostModel
-) -> None:
-    """Every request that fits should finish once with all of its tokens, be preempted at most as often as allowed, and
-    leave nothing behind; no dispatch should go beyond what was reported free."""
+def holds_blocks(arrivals: list[SimulatedRequest], workers: list[SimulatedWorkerSpec], cost: CostModel) -> None:
+    """All finish once with their tokens, within bounds of blocks and preemptions, and leave nothing behind."""
     watcher = Watcher()
     config = PolicyConfig(max_preemptions=MAX_PREEMPTIONS)
     cell = Simulation(arrivals, workers, cost=cost, config=config, on_decisions=watcher)
-    result = cell.run(UNTIL_S)
+    result = run_out(cell, len(arrivals))
     assert {RequestId(f"r{i}"): "finished" for i in range(len(arrivals))} == result.ended
     for index, request in enumerate(arrivals):
         record = cell.cell.records[RequestId(f"r{index}")]
@@ -141,17 +122,32 @@ def test_all_finish_with_their_tokens_while_workers_live(
 
 
 @TRACES
-@given(requests(max_prompt=150), st.lists(worker_specs(4), min_size=1, max_size=2))
-def test_what_never_fits_is_rejected_and_the_rest_finishes(
-    arrivals: list[SimulatedRequest], workers: list[SimulatedWorkerSpec]
+@given(requests(), st.lists(worker_specs(15), min_size=1, max_size=3), costs)
+def test_all_finish_with_their_tokens_while_workers_live(
+    arrivals: list[SimulatedRequest], workers: list[SimulatedWorkerSpec], cost: CostModel
 ) -> None:
-    """A request should be rejected only if no worker could hold it, and never keep the others waiting for ever."""
-    result = Simulation(arrivals, workers).run(UNTIL_S)
+    """Every request that fits should finish once with all of its tokens, be preempted at most as often as allowed, and
+    leave nothing behind; no dispatch should go beyond what was reported free."""
+    holds_blocks(arrivals, workers, cost)
+
+
+def holds_refusals(arrivals: list[SimulatedRequest], workers: list[SimulatedWorkerSpec]) -> None:
+    """Only what no worker could hold is rejected, and all others finish."""
+    result = run_out(Simulation(arrivals, workers), len(arrivals))
     largest = max(w.num_blocks for w in workers)
     for index, request in enumerate(arrivals):
         does_fit = fits(request.prompt_len + request.max_tokens, block_size=8, num_blocks=largest)
         reason = result.ended[RequestId(f"r{index}")]
         assert reason == "finished" or (reason == "rejected" and (not does_fit or _was_rejected_early(workers)))
+
+
+@TRACES
+@given(requests(max_prompt=150), st.lists(worker_specs(4), min_size=1, max_size=2))
+def test_what_never_fits_is_rejected_and_the_rest_finishes(
+    arrivals: list[SimulatedRequest], workers: list[SimulatedWorkerSpec]
+) -> None:
+    """A request should be rejected only if no worker could hold it, and never keep the others waiting for ever."""
+    holds_refusals(arrivals, workers)
 
 
 def _was_rejected_early(workers: list[SimulatedWorkerSpec]) -> bool:
@@ -166,7 +162,7 @@ def test_a_cancel_at_any_time_frees_everything(
 ) -> None:
     """Each request should end exactly once, as finished or cancelled, and the cell be empty afterwards."""
     cell = Simulation(arrivals, workers, cost=cost)
-    result = cell.run(UNTIL_S)
+    result = run_out(cell, len(arrivals))
     assert len(arrivals) == len(result.ended)
     for index, request in enumerate(arrivals):
         allowed = {"finished"} if request.cancel_s is None else {"finished", "cancelled"}
@@ -189,7 +185,7 @@ def test_nothing_is_lost_when_workers_die_and_leaders_change(
         config=PolicyConfig(max_crashes=len(mortal) + 1),
         leader_changes_s=tuple(changes_s),
     )
-    result = cell.run(UNTIL_S)
+    result = run_out(cell, len(arrivals))
     assert {RequestId(f"r{i}"): "finished" for i in range(len(arrivals))} == result.ended
     for index, request in enumerate(arrivals):
         choices = cell.cell.records[RequestId(f"r{index}")].choices
@@ -204,7 +200,7 @@ def test_first_admissions_follow_arrival(
 ) -> None:
     """Among equals, a request should never be admitted for the first time before one that came earlier."""
     cell = Simulation(arrivals, [worker], cost=cost)
-    result = cell.run(UNTIL_S)
+    result = run_out(cell, len(arrivals))
     first = list(dict.fromkeys(request_id for request_id, _ in result.dispatched))
     assert sorted(first, key=lambda request_id: cell.cell.records[request_id].order) == first
 
@@ -236,6 +232,40 @@ def test_after_500_random_events_the_next_request_is_admitted_at_once(data: st.D
     assert RequestState.RUNNING is cell.cell.records[RequestId("r150")].state
 
 
+def holds_claims(gap_s: float) -> None:
+    """Small ones that never cease to come are not placed on blocks that older ones in host memory need."""
+    slow = [SimulatedRequest(arrival_s=i * 0.05, prompt_len=8, max_tokens=100, output_len=100) for i in range(8)]
+    small = [SimulatedRequest(arrival_s=1 + i * gap_s, prompt_len=4, max_tokens=4, output_len=4) for i in range(60)]
+    worker = SimulatedWorkerSpec(num_blocks=40, block_size=8, max_num_seqs=16, num_swap_blocks=200)
+    cell = Simulation(slow + small, [worker], on_decisions=Watcher())
+    assert ["finished"] * 68 == list(run_out(cell, 68).ended.values())
+    assert cell.result.num_swapped_out > 0, "too easy to tell"
+    assert_idle(cell)
+
+
+@settings(TRACES, max_examples=max(5, TRACES.max_examples // 10))
+@given(st.floats(0.02, 0.1))
+def test_the_claim_of_one_in_host_memory_is_kept(gap_s: float) -> None:
+    """Nobody of worse standing should be placed on what it needs to come back."""
+    holds_claims(gap_s)
+
+
+def holds_bounds(gap_s: float) -> None:
+    """Under a stream too fast for the pool, each request is preempted once at most when that is the bound."""
+    arrivals = [SimulatedRequest(arrival_s=i * gap_s, prompt_len=8, max_tokens=100, output_len=100) for i in range(40)]
+    worker = SimulatedWorkerSpec(num_blocks=40, block_size=8, max_num_seqs=16)
+    cell = Simulation(arrivals, [worker], config=PolicyConfig(max_preemptions=1))
+    assert ["finished"] * 40 == list(run_out(cell, 40).ended.values())
+    assert all(record.preemptions <= 1 for record in cell.cell.records.values())
+
+
+@settings(TRACES, max_examples=max(5, TRACES.max_examples // 10))
+@given(st.floats(0.02, 0.1))
+def test_nobody_is_preempted_more_often_than_allowed(gap_s: float) -> None:
+    """However fast requests come, the bound should hold and everybody finish."""
+    holds_bounds(gap_s)
+
+
 @pytest.mark.case(75)
 def test_under_a_steady_stream_no_request_starves() -> None:
     """With arrivals that keep coming and a pool too small for them, each request should finish within its bound of
@@ -247,6 +277,27 @@ def test_under_a_steady_stream_no_request_starves() -> None:
     assert list(result.ended.values()) == ["finished"] * 100
     assert len(result.preempted) >= 20
     assert all(record.preemptions <= MAX_PREEMPTIONS for record in cell.cell.records.values())
+
+
+def test_choices_share_the_blocks_of_their_prompt() -> None:
+    """Three choices should run at once where the prompt fits once only, and compute it once: the first token of all is
+    there when the one that computes it has it, and the others have computed what is their own."""
+    arrivals = [SimulatedRequest(arrival_s=0.1, prompt_len=64, max_tokens=8, output_len=8, n=3)]
+    worker = SimulatedWorkerSpec(num_blocks=16, block_size=8, max_num_batched_tokens=16)
+    num_running = []
+
+    def note(cell: Simulation, event: d.Event, decisions: list[d.Decision]) -> None:
+        for one in cell.cell.workers.values():
+            assert_sound(one)
+            num_running.append(len(one.running))
+
+    cell = Simulation(arrivals, [worker], on_decisions=note)
+    result = cell.run(UNTIL_S)
+    assert (max(num_running), result.num_evictions) == (3, 0)
+    assert {RequestId("r0"): "finished"} == result.ended
+    # 4 steps for 64 tokens by 16 at a time, 1 for the last 8 of each of the two others, and 7 more tokens
+    assert result.num_steps <= 4 + 2 + 7
+    assert_idle(cell)
 
 
 def test_equal_traces_give_equal_results() -> None:

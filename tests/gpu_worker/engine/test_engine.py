@@ -7,7 +7,7 @@ import pytest
 from gpu_worker.engine.engine import MAX_FAILURES_IN_A_ROW, EngineBroken
 from shared.errors import InvalidRequest
 from shared.ids import RequestId
-from tests.gpu_worker.engine.workload import Driver, make_engine, make_sequence
+from tests.gpu_worker.engine.workload import MAX_MODEL_LEN, Driver, make_engine, make_sequence
 from tests.scripted_runner import ScriptedRunner
 
 POISON = 1000
@@ -193,7 +193,7 @@ def test_view_should_describe_what_runs() -> None:
 
 def test_view_should_describe_a_request_of_which_a_part_runs() -> None:
     """All open choices of a request should be counted when one of them runs."""
-    driver = make_driver(num_blocks=4, block_size=4)
+    driver = make_driver(num_blocks=3, block_size=4)
     for choice in (0, 1):
         driver.engine.add(make_sequence("a", choice=choice))
     driver.step()
@@ -264,3 +264,21 @@ def test_clear_should_forget_everything() -> None:
     driver.step()
     driver.engine.clear()
     driver.run_until_idle(max_steps=0)
+
+
+def test_reserved_memory_should_hold_as_many_as_it_is_reserved_for() -> None:
+    """Where each sequence reserves blocks for the longest length, a pool for two should run two at a time, never evict,
+    and share nothing."""
+    runner = ScriptedRunner(2 * MAX_MODEL_LEN // 16, 16)
+    engine = make_engine(runner, max_num_batched_tokens=128, has_prefix_cache=True, reserved_tokens=MAX_MODEL_LEN)
+    driver = Driver(engine, runner, budget=128)
+    sequences = [make_sequence(f"r{i}", list(range(40)), rank=i) for i in range(5)]
+    for sequence in sequences:
+        engine.add(sequence)
+    driver.step()
+    view = engine.view()
+    assert (view.num_running, view.free_blocks, view.num_live_tokens) == (2, 0, 2 * 41)
+    driver.run_until_idle()
+    driver.assert_as_solo(sequences)
+    assert engine.num_evictions == 0
+    assert engine.view().num_prefix_hits == 0

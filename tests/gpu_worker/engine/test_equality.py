@@ -22,7 +22,7 @@ def test_tokens_should_equal_the_solo_run_in_a_tiny_pool(
 ) -> None:
     """Thirty-two arrivals at random moments, in a pool that forces evictions, should each be as alone."""
     rng = random.Random(block_size * 1000 + budget)
-    runner = ScriptedRunner(320 // block_size, block_size)
+    runner = ScriptedRunner(304 // block_size, block_size)
     driver = Driver(make_engine(runner, max_num_batched_tokens=budget), runner, budget=budget, goes_on=goes_on)
     sequences = [make_random_sequence(rng, number, max_tokens=90, is_long=True) for number in range(32)]
     for sequence in sequences:
@@ -93,8 +93,8 @@ def _as_dispatched_again(sequence: Sequence) -> Sequence:
 
 
 def _step_and_check_progress(driver: Driver, sequences: list[Sequence]) -> None:
-    """One step; unless someone is alone, the first of those that run should compute at least a token. What was in
-    flight before may be of others."""
+    """One step; unless someone is alone, the first of those that run should compute at least a token, be it one
+    that is admitted now. What was in flight before may be of others."""
     was_computing, number = driver.runner.is_computing, len(driver.runner.plans)
     running = [s for s in sequences if s.status is SequenceStatus.RUNNING]
     has_alone = any(s.is_alone for s in sequences if s.status is not SequenceStatus.ENDED)
@@ -104,4 +104,21 @@ def _step_and_check_progress(driver: Driver, sequences: list[Sequence]) -> None:
     planned = [chunk.sequence for chunk in driver.runner.plans[number].chunks]
     assert len(planned) == 1 if has_alone else planned
     if running and not has_alone:
-        assert min(running, key=lambda s: s.rank) in planned
+        assert min(running + planned, key=lambda s: s.rank) in planned
+
+
+@pytest.mark.parametrize("goes_on", [None, lambda: True], ids=["one by one", "ahead"])
+def test_prompts_should_not_be_cut_without_chunking(goes_on: Callable[[], bool] | None) -> None:
+    """Every prompt, and what an evicted sequence computes again, should be in one step as a whole, with the tokens of
+    an undisturbed run."""
+    rng = random.Random(8)
+    runner = ScriptedRunner(20, 16)
+    engine = make_engine(runner, max_num_seqs=8, max_num_batched_tokens=160, is_chunking=False)
+    driver = Driver(engine, runner, budget=160, goes_on=goes_on)
+    sequences = [make_random_sequence(rng, number, max_tokens=90, is_long=True) for number in range(24)]
+    for sequence in sequences:
+        driver.engine.add(sequence)
+    driver.run_until_idle()
+    driver.assert_as_solo(sequences)
+    assert driver.engine.num_evictions >= 3
+    assert all(chunk.is_sampling for plan in runner.plans for chunk in plan.chunks)

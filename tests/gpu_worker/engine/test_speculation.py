@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_worker.engine.batch_plan import PlannedChunk
 from gpu_worker.engine.block_pool import BlockPool
+from gpu_worker.engine.chunks import PlannedChunk
 from gpu_worker.engine.drafter import Drafter
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.engine.step_cost import StepCost

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from gpu_worker.engine.engine import Engine, StepOutput
 from gpu_worker.engine.sequence import Sequence
+from gpu_worker.engine.swap import HostMemory
 from shared.clock import Clock
 from shared.ids import RequestId
 from shared.log import FinishEntry, TokenEntry
@@ -20,7 +21,7 @@ MAX_MODEL_LEN = 256
 
 def make_sequence(
     name: str = "a", prompt: list[int] | None = None, *, choice: int = 0, rank: int = 0, is_alone: bool = False,
-    **sampling: object,
+    priority: int = 0, scope: tuple[str, ...] = (), **sampling: object,
 ) -> Sequence:  # fmt: skip
     """A sequence of request `name` with a short prompt and, unless told otherwise, 8 tokens to draw."""
     prompt = [1, 2, 3, 4, 5] if prompt is None else prompt
@@ -28,6 +29,7 @@ def make_sequence(
     return Sequence(
         request_id=RequestId(name), attempt=1, choice=choice, rank=rank, token_ids=prompt,
         num_prompt_tokens=len(prompt), sampling=params, is_alone=is_alone,
+        priority=priority, cache_scope=scope,
     )  # fmt: skip
 
 
@@ -43,7 +45,12 @@ def make_random_sequence(rng: random.Random, number: int, *, max_tokens: int = 4
 
 def make_engine(
     runner: ScriptedRunner, *, max_num_seqs: int = 64, max_num_batched_tokens: int = 64,
-    speculation: SpeculationConfig | None = None, clock: Clock | None = None,
+    speculation: SpeculationConfig | None = None, clock: Clock | None = None, has_prefix_cache: bool = False,
+    is_chunking: bool = True,
+    reserved_tokens: int = 0,
+    is_static: bool = False,
+    host_memory: HostMemory | None = None,
+    preemption_mode: str = "auto",
 ) -> Engine:  # fmt: skip
     return Engine(
         runner,
@@ -52,6 +59,13 @@ def make_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         speculation=speculation,
         clock=clock,
+        has_prefix_cache=has_prefix_cache,
+        is_chunking=is_chunking,
+        reserved_tokens=reserved_tokens,
+        is_static=is_static,
+        host_memory=host_memory,
+        preemption_mode=preemption_mode,
+        window=0 if is_static or reserved_tokens else runner.window,
     )
 
 
@@ -89,6 +103,7 @@ class Driver:
         assert not self.engine.has_work, "the engine should come to an end"
         assert not self.runner.is_computing
         assert (view.free_blocks, view.num_running, view.num_waiting) == (self.runner.num_blocks, 0, 0)
+        assert view.running == {}
         assert self.runner.num_rows == 0, "every sequence that ran should have been forgotten"
 
     def assert_as_solo(self, sequences: list[Sequence]) -> None:

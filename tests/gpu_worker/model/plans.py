@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from gpu_worker.engine.batch_plan import BatchPlan, PlannedChunk
+from gpu_worker.engine.chunks import BatchPlan, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.model.assembly import load_runner
 from gpu_worker.model.runner import DecoderRunner

@@ -47,15 +47,21 @@ def make_neighbours(count: int, block_size: int) -> list[Sequence]:
     return neighbours
 
 
-@pytest.fixture(scope="module", params=["float32 off", "float32 on", "bfloat16 on", "int8 on", "int4 on"])
+WAYS = ("float32 off", "float32 on", "bfloat16 on", "int8 on", "int4 on", "float32 off kv int8", "float32 off kv fp8",
+        "float32 on kv int8", "bfloat16 on kv fp8", "int4 on kv int8")  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def way(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """How it is computed: with torch (float32 only: README says what bfloat16 does there), and with the C kernels."""
-    precision, kernels = request.param.split()
+    """How it is computed: with torch (float32 only: README says what bfloat16 does there), and with the C kernels; and
+    what keys and values are kept in."""
+    precision, kernels, *cache = request.param.split()
     if kernels == "on":
         request.getfixturevalue("cpu_kernels")
+    settings = {"cpu_kernels": kernels, "kv_cache_dtype": cache[-1] if cache else "auto"}
     if precision in ("int8", "int4"):
-        return {"cpu_kernels": kernels, "quantization": precision, "dtype": "bfloat16"}
-    return {"cpu_kernels": kernels, "dtype": precision}
+        return settings | {"quantization": precision, "dtype": "bfloat16"}
+    return settings | {"dtype": precision}
 
 
 @pytest.fixture(scope="module")

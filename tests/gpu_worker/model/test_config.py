@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from gpu_worker.model.config import RopeScaling, read_config
 from gpu_worker.model.loader import fingerprint
 from shared.errors import ConfigError
 from tests.gpu_worker.model.plans import make_runner
+
+MISTRAL: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -42,8 +48,22 @@ def edit(folder: Path, **changes: Any) -> None:
         ({"rms_norm_eps": -1}, "rms_norm_eps = -1: must be a positive number"),
         ({"hidden_act": "gelu"}, "only silu"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no': must be true or false"),
-        ({"use_sliding_window": True}, "sliding windows are not supported"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window = True: LlamaForCausalLM has no sliding window"),
+        ({"sliding_window": 64}, "sliding_window = 64: LlamaForCausalLM has no sliding window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "all layers are full_attention"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention is not supported"),
+        ({"layer_types": ["full_attention"]}, "must name a kind for each of 2 layers"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window = 0: must be a positive whole number"),
+        (MISTRAL | {"sliding_window": -5}, "sliding_window = -5"),
+        (MISTRAL | {"sliding_window": 4.5}, "sliding_window = 4.5"),
+        (MISTRAL | {"sliding_window": True}, "sliding_window = True"),
+        (QWEN2 | {"sliding_window": "64"}, "sliding_window = '64'"),
+        (QWEN2 | {"sliding_window": 64, "max_window_layers": -1}, "max_window_layers = -1"),
+        (QWEN2 | {"use_sliding_window": 1}, "use_sliding_window = 1: must be true or false"),
+        (
+            QWEN2 | {"use_sliding_window": False, "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types = .* all layers are full_attention",
+        ),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized checkpoints are not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported; supported: default"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic' is not supported"),
@@ -54,6 +74,43 @@ def test_bad_config_is_refused(changes: dict[str, Any], message: str, folder: Pa
     edit(folder, **changes)
     with pytest.raises(ConfigError, match=message):
         read_config(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        MISTRAL | {"sliding_window": 64},
+        MISTRAL,
+        QWEN2 | {"sliding_window": 64, "max_window_layers": 0},
+        QWEN2 | {"sliding_window": 64, "max_window_layers": 1},
+        QWEN2 | {"sliding_window": 64},
+        QWEN2 | {"max_window_layers": 1},
+        QWEN2 | {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 0},
+        QWEN2 | {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+    ],
+)
+def test_windows_are_those_of_transformers(changes: dict[str, Any], folder: Path) -> None:
+    """Each layer should have the window that transformers gives it, also where config.json says nothing."""
+    edit(folder, **changes)
+    config = AutoConfig.from_pretrained(folder)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    expected = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+    assert read_config(folder).windows == expected
+
+
+def test_null_is_no_window(folder: Path) -> None:
+    """A Mistral whose `sliding_window` is null should see the whole context."""
+    edit(folder, **MISTRAL)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": None}))
+    assert read_config(folder).windows == (None, None)
+
+
+def test_a_window_as_long_as_the_context_is_none(folder: Path) -> None:
+    """A window that hides nothing should not count as one."""
+    edit(folder, **MISTRAL, sliding_window=100)
+    assert make_runner(folder, max_model_len=101).window == 100
+    assert make_runner(folder, max_model_len=100).window == 0
 
 
 def test_both_spellings_of_rope(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_worker.engine.batch_plan import BatchPlan, PlannedChunk
+from gpu_worker.engine.chunks import BatchPlan, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.model.inputs import PADDING_SLOT, StepCapacity, StepInputs
 from tests.gpu_worker.model.plans import make_sequence

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from gpu_worker.model.kv_layout import KvGroup, KvLayout
+from gpu_worker.model.kv_layout import KV_DTYPES, KvGroup, KvLayout
 from gpu_worker.model.kv_memory import (
     CPU_DEFAULT_MAX_BYTES,
     KvNeed,
@@ -28,6 +29,7 @@ def make_need(*, wanted_len: int | None = None, model_len: int = 1000, max_num_s
 
 def test_layout_bytes_are_what_is_allocated() -> None:
     """A block's bytes should be those of the tensors; keys and values of a block should not overlap."""
+    assert LAYOUT.allocate(1, torch.device("cpu")).scales(0) is None
     assert LAYOUT.block_bytes == BLOCK_BYTES
     cache = LAYOUT.allocate(5, torch.device("cpu"))
     for layer in range(3):
@@ -36,6 +38,38 @@ def test_layout_bytes_are_what_is_allocated() -> None:
         cache.values(layer)[2].fill_(2.0)
     assert cache.num_blocks == 5
     assert all(float(cache.keys(layer).sum()) == 5 * 16 * 2 * 8 for layer in range(3))
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_scales_lie_in_their_block(name: str) -> None:
+    """A quantized block should be one run of bytes that holds keys, values and their scales, none over another's."""
+    layout = replace(LAYOUT, dtype=KV_DTYPES[name])
+    cache = layout.allocate(5, torch.device("cpu"))
+    assert layout.block_bytes == 3 * 2 * 16 * 2 * (8 + 2) == 3 * cache.blocks(0)[0].nbytes
+    scales = cache.scales(1)
+    assert scales is not None
+    parts = [cache.keys(1), cache.values(1), scales.key, scales.value]
+    assert [tuple(part.shape) for part in parts] == 2 * [(5, 16, 2, 8)] + 2 * [(5, 16, 2)]
+    for i, part in enumerate(parts):
+        part[3] = i + 1.0
+    assert [float(part[3].float().mean()) for part in parts] == [1.0, 2.0, 3.0, 4.0]
+    blocks = cache.blocks(1)
+    assert not blocks[:3].any()
+    assert not blocks[4:].any()
+
+
+@pytest.mark.parametrize(("name", "least"), [("int8", 1.9), ("fp8", 1.9)])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_quantized_blocks_hold_twice_the_tokens(name: str, least: float, is_packed: bool) -> None:
+    """int8 and fp8 should hold at least 1.9 times the tokens of bfloat16 in the same bytes, from head size 64 on."""
+    for head_size in (64, 80, 128):
+        plain = replace(LAYOUT, head_size=head_size, dtype=torch.bfloat16, is_packed=is_packed)
+        own = replace(plain, dtype=KV_DTYPES[name])
+        num_tokens = [
+            size_kv(replace(make_need(), layout=layout), 1 << 28, is_explicit=True).num_tokens
+            for layout in (plain, own)
+        ]
+        assert num_tokens[1] / num_tokens[0] >= least
 
 
 def test_an_unused_cache_takes_no_memory() -> None:
@@ -83,3 +117,11 @@ def test_no_block_at_all_is_refused(available: int) -> None:
 def test_default_bytes_leave_most_memory_free() -> None:
     """The CPU default should be a quarter of what is free, at most 4 GiB."""
     assert 0 < cpu_default_bytes() <= min(CPU_DEFAULT_MAX_BYTES, free_host_bytes() // 3)
+
+
+def test_more_than_the_system_gives_is_named() -> None:
+    """A cache or host memory beyond the address space should be a clear error."""
+    with pytest.raises(ConfigError, match=r"KV cache: the system gives no .*--kv-cache-memory-bytes"):
+        LAYOUT.allocate(2**60 // BLOCK_BYTES, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"KV cache: the system gives no .*--swap-space"):
+        LAYOUT.allocate_host(2**60 // BLOCK_BYTES, is_pinned=False)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from gpu_worker.engine.engine import Engine, EngineView
+from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.sequence import Sequence
+from gpu_worker.engine.view import EngineView
 from gpu_worker.model.runner import DecoderRunner
 from shared.log import TokenEntry
 from shared.messages import SamplingParams

@@ -22,8 +22,7 @@ async def wait_until(condition: Callable[[], object], *, description: str, stepp
     """Turn the loop until `condition()` is true; a gated worker may step meanwhile."""
 
     async def ask() -> object:
-        _step(stepping)
-        return condition()
+        return condition() or _step(stepping)
 
     await wait_until_async(ask, description=description, timeout_s=10)
 
@@ -47,7 +46,9 @@ class Worker:
     def is_idle(self) -> bool:
         """Whether the last report shows nothing held and all blocks free."""
         last = self.reports[-1]
-        return not last.held and last.free_blocks == last.num_blocks == self.runner.num_blocks
+        num_swap_blocks = 0 if self.runner.host_memory is None else self.runner.host_memory.num_blocks
+        is_empty = last.free_blocks == last.num_blocks == self.runner.num_blocks
+        return not last.held and is_empty and last.free_swap_blocks == num_swap_blocks
 
 
 class Cell:
@@ -129,8 +130,7 @@ class Cell:
         """The record, once it has that state; a gated worker may step meanwhile."""
 
         async def is_there() -> bool:
-            _step(stepping)
-            return (await self.record(request_id)).state is state
+            return (await self.record(request_id)).state is state or _step(stepping)
 
         await wait_until_async(is_there, description=f"{request_id} is {state}", timeout_s=10)
         return await self.record(request_id)
@@ -146,8 +146,7 @@ class Cell:
         """Until the log of `choice` holds at least `count` tokens; a gated worker may step meanwhile."""
 
         async def are_there() -> bool:
-            _step(stepping)
-            return len(await self.logged(request_id, choice)) >= count
+            return len(await self.logged(request_id, choice)) >= count or _step(stepping)
 
         await wait_until_async(are_there, description=f"{count} tokens of {request_id}", timeout_s=10)
 
@@ -177,6 +176,8 @@ class Cell:
                 assert record.choices[choice].finish == finish
 
 
-def _step(worker: Worker | None) -> None:
+def _step(worker: Worker | None) -> bool:
+    """Let the step go that waits; False, since what is waited for has not happened yet."""
     if worker is not None:
-        worker.runner.permit(1)
+        worker.runner.permit_waiting()
+    return False

@@ -50,6 +50,15 @@ def test_a_withdrawal_should_be_void_when_more_was_evicted(apply: Post) -> None:
     assert apply(command).withdrawn == (), "nothing is left to take out"
 
 
+def test_a_preemption_that_keeps_should_withdraw_nothing(apply: Post) -> None:
+    """The request should stay in the engine and be nobody's to give back; void as any preemption."""
+    request_id = RequestId("a")
+    apply(Add((make_sequence("a", max_tokens=200),)))
+    assert apply(Withdraw(request_id, 1, 5, keeps=True)).view.num_preemptions == 0
+    done = apply(Withdraw(request_id, 1, 0, keeps=True))
+    assert (done.withdrawn, done.view.num_held, done.view.num_preemptions) == ((), 1, 1)
+
+
 def test_a_request_should_be_added_as_a_whole_or_not_at_all(apply: Post) -> None:
     """When one of its sequences can never fit, none should stay."""
     fitting, too_long = make_sequence("a", max_tokens=200), make_sequence("a", [1] * 256, choice=1)

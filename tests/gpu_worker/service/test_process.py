@@ -24,7 +24,6 @@ CASES = [
     (("--redis-url", "redis://localhost:1"), "gpu_worker: error: --model: name a model folder"),
     (("--max-num-seqs", "0"), "--max-num-seqs='0': must be 1 to 4096"),
     (("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
-    (("--enable-prefix-caching",), "--enable-prefix-caching"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from dataclasses import replace
 
@@ -11,13 +12,13 @@ from gpu_worker import pulse
 from gpu_worker.engine.engine import EngineBroken
 from gpu_worker.engine_thread import MAX_STEPS_AHEAD
 from shared import failpoints
-from shared.bus import RequestState
+from shared.bus import RequestState, WorkerPulse
 from shared.errors import BusRefused
 from shared.ids import WorkerId, worker_name
 from shared.memory_bus import MemoryBus
-from shared.messages import PreemptRequest, RunRequest
+from shared.messages import HeldRequest, PreemptRequest, RunRequest
 from tests.gpu_worker.service.cell import TOKEN, Cell, wait_until
-from tests.scripted_runner import ScriptedRunner
+from tests.scripted_runner import ScriptedHostMemory, ScriptedRunner
 
 POISON = 1000
 
@@ -101,10 +102,10 @@ class RefusingBus(MemoryBus):
 
     is_full = False
 
-    async def commit(self, worker_id, items):  # type: ignore[no-untyped-def]
+    async def commit(self, worker_id, items, work=()):  # type: ignore[no-untyped-def]
         if self.is_full:
             raise BusRefused("out of memory")
-        return await super().commit(worker_id, items)
+        return await super().commit(worker_id, items, work)
 
 
 async def test_refused_writes_should_pause_the_stream() -> None:
@@ -160,6 +161,52 @@ async def test_a_preempted_request_should_go_on_later(cell: Cell) -> None:
     await cell.dispatch(request_id, worker)
     worker.runner.open()
     await cell.assert_as_solo(request_id)
+
+
+async def test_a_request_that_is_kept_should_go_on_in_the_worker(cell: Cell) -> None:
+    """Preempted to be kept, a request should stay this worker's, wait with its blocks in host memory, and go on when a
+    neighbour has left, in the same attempt; a report should tell all of that."""
+    runner = ScriptedRunner(is_gated=True)
+    runner.host_memory = ScriptedHostMemory(runner, 16)
+    worker = await cell.start_worker(runner)
+    hello = next(pulse.hello for pulse in await cell.bus.read_workers())
+    assert (hello.num_swap_blocks, hello.preemption_mode) == (16, "auto")
+    first, kept = await cell.run(worker, max_tokens=30), await cell.run(worker, n=2, max_tokens=60)
+    await cell.wait_for_tokens(kept, 5, choice=1, stepping=worker)
+    message = PreemptRequest(request_id=kept, attempt=1, report_seq=worker.reports[-1].seq, keeps=True)
+    await cell.bus.preempt(TOKEN, worker.worker_id, message)
+
+    def held() -> HeldRequest | None:
+        return next((h for h in worker.reports[-1].held if h.request_id == kept and h.num_waiting == 2), None)
+
+    await wait_until(held, description="a report of what waits", stepping=worker)
+    shown = held()
+    assert shown is not None
+    assert (shown.num_running, shown.num_blocks, shown.num_swapped_blocks) == (0, 0, 2)
+    assert worker.reports[-1].free_swap_blocks == 14
+    assert (await cell.record(kept)).state is RequestState.RUNNING
+    runner.open()
+    await cell.assert_as_solo(first, kept)
+    record = await cell.record(kept)
+    assert (record.attempt, record.preemptions) == (1, 0)
+    await wait_until(lambda: worker.is_idle, description="an idle report")
+    last = worker.reports[-1]
+    assert (last.num_preemptions, last.num_swap_preemptions, last.num_swapped_out) == (2, 2, 2)
+
+
+async def test_keeping_a_request_should_be_void_after_an_eviction(cell: Cell) -> None:
+    """A preemption to be kept that was decided before the worker evicted somebody itself should change nothing."""
+    worker = await cell.start_worker(ScriptedRunner(4, 4, is_gated=True))
+    requests = [await cell.run(worker, max_tokens=10) for _ in range(2)]
+    await wait_until(lambda: worker.reports[-1].num_running == 2, description="two that run", stepping=worker)
+    before = worker.reports[-1].seq
+    await wait_until(lambda: worker.reports[-1].num_evictions > 0, description="an eviction", stepping=worker)
+    message = PreemptRequest(request_id=requests[0], attempt=1, report_seq=before, keeps=True)
+    await cell.bus.preempt(TOKEN, worker.worker_id, message)
+    worker.runner.open()
+    await cell.assert_as_solo(*requests)
+    await wait_until(lambda: worker.is_idle, description="an idle report")
+    assert worker.reports[-1].num_preemptions == worker.reports[-1].num_evictions
 
 
 @pytest.mark.parametrize(("num_blocks", "is_told"), [(12, True), (200, False)])
@@ -433,3 +480,26 @@ async def test_a_stored_request_that_contradicts_itself_fails_alone(cell: Cell, 
     assert record.ended is not None
     assert (record.ended.reason, record.ended.error_kind) == ("failed", "internal_error")
     await cell.assert_as_solo(await cell.run(worker, (1, 2, 3)))
+
+
+class _CancellingBus(MemoryBus):
+    """Cancels `task` at the moment in which its worker learns that it was declared dead."""
+
+    task: asyncio.Task[None] | None = None
+
+    async def read_workers(self) -> list[WorkerPulse]:
+        pulses = await super().read_workers()
+        if not pulses and self.task is not None:
+            self.task.cancel()
+        return pulses
+
+
+async def test_a_worker_that_is_cancelled_as_it_is_declared_dead_does_not_live_again() -> None:
+    """Of two reasons to end that come at once the one should not hide the other."""
+    bus = _CancellingBus()
+    async with Cell(bus) as cell:
+        worker = await cell.start_worker()
+        bus.task = worker.task
+        await cell.bus.requeue(TOKEN, worker.worker_id)
+        await wait_until(worker.task.done, description="the end of the worker")
+        assert worker.task.cancelled()

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from kernels.cpu.attention import SPLIT, AttentionShape, make_buffers, paged_attention, plan_bytes
 from kernels.cpu.build import CpuKernelsUnavailable
-from kernels.cpu.kv_cache import KvShape, pack_blocks, unpack_blocks
+from kernels.cpu.kv_cache import KvShape, pack_blocks, unpack_blocks, unpack_scales
 from kernels.cpu.program import Pool
+from kernels.kv_quantize import KvScales
 from kernels.paged_attention import PagedBatch
 from tests.kernels.cpu.attention_case import Case, make_case
 from tests.kernels.cpu.conftest import Machine
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.int8: 1e-5, torch.float8_e4m3fn: 1e-5}
 KEY_TILE = 128
 SIZES = (1, 15, 16, 17, 63, 100, KEY_TILE - 1, KEY_TILE, KEY_TILE + 1, 300)
 BLOCK_SIZES = (1, 8, 16, 24, 32)
@@ -37,7 +38,7 @@ def pool(pools: dict[int, Pool]) -> Pool:
 
 
 def check_against_reference(case: Case, pool: Pool) -> None:
-    torch.testing.assert_close(case.run(pool), case.reference(), rtol=0, atol=TOLERANCE[case.query.dtype])
+    torch.testing.assert_close(case.run(pool), case.reference(), rtol=0, atol=TOLERANCE[case.keys.dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -118,8 +119,10 @@ def test_later_keys_change_nothing(dtype: torch.dtype, pool: Pool) -> None:
     expected = case.run(pool)[:5]
     for position in range(85, 100):
         slot = case.batch.block_tables[0, position // 16], position % 16
-        case.keys[slot] = 1e30
-        case.values[slot] = -1e30
+        if case.scales is None:
+            case.keys[slot], case.values[slot] = 1e30, -1e30
+        else:
+            case.scales.key[slot], case.scales.value[slot] = 65504.0, 65504.0
     assert torch.equal(expected, case.run(pool)[:5])
 
 
@@ -139,7 +142,7 @@ def test_weights_are_right_over_their_whole_range(pool: Pool) -> None:
     assert weights[59] == weights[60] == 2 * weights[61] == 4 * weights[62]
 
 
-@pytest.mark.parametrize("out_dtype", TOLERANCE)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 def test_result_may_be_a_part_of_wider_rows(out_dtype: torch.dtype, pool: Pool) -> None:
     """Results should go where they belong, rounded to the result's dtype, and nothing should be written beside them or
     for rows that belong to no chunk."""
@@ -184,12 +187,11 @@ def test_nothing_outside_the_cache_is_read(dtype: torch.dtype, head_size: int, b
     """A cache that fills its pages to the last byte should be read without a look beyond."""
     context = 2 * block_size + (block_size + 1) // 2
     case = make_case([context, context], [1, context], head_size=head_size, block_size=block_size, dtype=dtype)
-    kv = KvShape(kv_heads=2, head_size=head_size, block_size=block_size, dtype=dtype)
     tables = case.batch.block_tables
     last = int(tables[tables < len(case.keys)].max())
-    cache = before_a_guarded_page(pack_blocks(case.keys, case.values, kv)[: last + 1])
+    cache = before_a_guarded_page(case.pack()[: last + 1])
     out = torch.empty(len(case.query), 8 * head_size)
-    paged_attention(pool, AttentionShape(heads=8, kv=kv), case.query, cache=cache, batch=case.batch, out=out)
+    paged_attention(pool, AttentionShape(heads=8, kv=case.kv), case.query, cache=cache, batch=case.batch, out=out)
     assert torch.equal(out, case.run(pool).flatten(1))
 
 
@@ -223,10 +225,15 @@ def test_blocks_pack_and_unpack(dtype: torch.dtype, block_size: int) -> None:
     """Unpacking should give what was packed."""
     kv = KvShape(kv_heads=3, head_size=32, block_size=block_size, dtype=dtype)
     keys, values = (torch.randn(5, block_size, 3, 32).to(dtype) for _ in range(2))
-    packed = pack_blocks(keys, values, kv)
+    scales = KvScales(*torch.randn(2, 5, block_size, 3).half()) if kv.is_quantized else None
+    packed = pack_blocks(keys, values, kv, scales)
     assert packed.shape == (5, kv.block_elements)
     for expected, actual in zip((keys, values), unpack_blocks(packed, kv), strict=True):
-        assert torch.equal(expected, actual)
+        assert torch.equal(expected.float(), actual.float())
+    if scales is not None:
+        found = unpack_scales(packed, kv)
+        assert torch.equal(scales.key, found.key)
+        assert torch.equal(scales.value, found.value)
 
 
 def test_unknown_sizes_are_refused() -> None:

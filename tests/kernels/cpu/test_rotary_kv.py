@@ -6,16 +6,19 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.attention import AttentionShape, rotary_kv
-from kernels.cpu.kv_cache import KvShape, pack_blocks, unpack_blocks
+from kernels.cpu.kv_cache import KvShape, pack_blocks, unpack_blocks, unpack_scales
 from kernels.cpu.program import Pool
+from kernels.kv_quantize import LIMITS, quantize_kv
 from kernels.kv_write import WriteSlots, kv_write_reference
 from kernels.rotary import make_cos_sin, rotary_reference
 from tests.kernels.cpu.conftest import Machine
 
 DTYPES = (torch.float32, torch.bfloat16)
+QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 NUM_BLOCKS, NUM_POSITIONS, SCALE = 40, 500, 0.3
 
 
@@ -134,3 +137,56 @@ def test_wrong_tensors_are_refused(pools: dict[int, Pool]) -> None:
         run(pools[1], shape, (qkv[:, 1:], *others), empty_cache(shape))
     with pytest.raises(ValueError, match="are needed"):
         run(pools[1], shape, (qkv, *others), empty_cache(shape).float())
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+@pytest.mark.parametrize(("rows", "block_size", "head_size"), [(1, 16, 64), (63, 1, 16), (100, 24, 80), (9, 17, 256)])
+def test_quantized_equals_torch(
+    dtype: torch.dtype, rows: int, block_size: int, head_size: int, pools: dict[int, Pool]
+) -> None:
+    """Numbers, scales and queries should have the bits that torch gives them, and the rest stay; the extremes, too:
+    zeros, what is nearly 0, numbers of all sizes, infinities, and NaN."""
+    shape = make_shape(dtype, block_size=block_size, head_size=head_size, group=3)
+    qkv, table, positions, slots = make_inputs(shape, rows)
+    values = qkv[:, -2 * head_size :].unflatten(1, (2, head_size))
+    values *= torch.logspace(-9, 9, rows)[:, None, None]
+    values[::7, 0], values[1::7, 0], values[2::7, 0, 3] = 0.0, 1e-9, torch.inf
+    values[3::7, 0, 5], values[4::7, 1] = torch.nan, 3e38
+    values[::3, 1] *= torch.logspace(-6, 0, head_size)
+    cache = torch.full((NUM_BLOCKS, shape.kv.block_elements), 0x55, dtype=torch.uint8)
+    stale = cache.clone()
+    query = run(pools[2], shape, (qkv, table, positions, slots), cache)
+
+    parts = qkv.unflatten(1, (-1, head_size)).split([shape.heads, 2, 2], dim=1)
+    expected_query = rotary_reference(parts[0], positions, table) * torch.tensor(SCALE * math.log2(math.e))
+    assert torch.equal(expected_query, query)
+    scales = unpack_scales(stale, shape.kv)
+    key_cache, value_cache = unpack_blocks(stale, shape.kv)
+    key = rotary_reference(parts[1], positions, table)
+    kv_write_reference(key, parts[2], key_cache, value_cache, WriteSlots(slots, block_size), scales=scales)
+    actual = (*unpack_blocks(cache, shape.kv), unpack_scales(cache, shape.kv))
+    for ours, own in ((key_cache, actual[0]), (value_cache, actual[1])):
+        assert torch.equal(ours.view(torch.uint8), own.view(torch.uint8))
+    for ours, own in ((scales.key, actual[2].key), (scales.value, actual[2].value)):
+        assert torch.equal(ours.nan_to_num(7e4), own.nan_to_num(7e4))
+        assert torch.equal(ours.isnan(), own.isnan())
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_every_quantized_number_is_reached(dtype: torch.dtype, pools: dict[int, Pool]) -> None:
+    """All numbers of the format, and what lies between neighbours, should be rounded as torch rounds them."""
+    shape = make_shape(dtype, head_size=256, group=1)
+    limit = LIMITS[dtype]
+    grid = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    grid = grid[grid.abs() <= limit].sort().values
+    between = (grid[1:] + grid[:-1]) / 2
+    numbers = torch.cat((grid, between, between.nextafter(between + 1), between.nextafter(between - 1)))
+    numbers = F.pad(numbers, (0, -len(numbers) % 255), value=0.0).view(-1, 255)
+    heads = F.pad(numbers, (0, 1), value=limit)  # the last number makes the scale 1
+    qkv = torch.zeros(len(heads), shape.qkv_width)
+    qkv[:, -256:] = heads
+    slots, table = torch.arange(len(heads)), make_cos_sin(torch.zeros(128), 1)
+    cache = torch.zeros((NUM_BLOCKS, shape.kv.block_elements), dtype=torch.uint8)
+    run(pools[1], shape, (qkv, table, torch.zeros(len(heads), dtype=torch.int64), slots), cache)
+    values = unpack_blocks(cache, shape.kv)[1].flatten(0, 1)[: len(heads), 1]
+    assert torch.equal(quantize_kv(heads, dtype)[0].view(torch.uint8), values.view(torch.uint8))

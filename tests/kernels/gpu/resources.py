@@ -29,8 +29,16 @@ from triton.compiler import ASTSource
 
 from kernels import autotune
 from kernels.gpu import kv_copy, kv_write, paged_attention, rms_norm, rotary, sampling, silu_mul
+from kernels.gpu.kv_quantize import FP8, INT8, PLAIN
 from kernels.launch import MIN_DOT, power_of_2
 
+CACHES = {PLAIN: "", INT8: " int8", FP8: " fp8"}
+"""As names have them, by kind."""
+QUANTIZED = {("bf16", 64): (PLAIN, INT8), ("fp16", 128): (PLAIN, FP8)}
+"""Of the shapes that the tests look at, those that they see with a quantized cache, too: what takes most registers."""
+WINDOW = 4096
+WINDOWED = {("bf16", 64), ("fp16", 128)}
+"""Of the shapes that the tests look at, those that they see with a window, too."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 REPORT = re.compile(
     r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.DOTALL
@@ -86,22 +94,34 @@ def _assemble(ptx: str, capability: int) -> dict[str, int]:
     return {"registers": registers, "spill_bytes": stores + loads, "stack_bytes": stack}
 
 
-def attention(dtype: str, head_size: int, block_size: int, group: int, capability: int) -> Iterator[Variant]:
-    """Both kinds of the attention kernel."""
+def attention(
+    dtype: str, head_size: int, block_size: int, group: int, capability: int, *, kind: int, window: int = 0
+) -> Iterator[Variant]:
+    """Both kinds of the attention kernel, over a cache of `kind`, in layers with a window or (0) without."""
     pointers = dict.fromkeys(("out_ptr", "query_ptr", "key_ptr", "value_ptr"), f"*{dtype}")
-    pointers |= {"partial_ptr": "*fp32", "stats_ptr": "*fp32", "scale": "fp32"}
+    if kind != PLAIN:
+        pointers |= {"key_ptr": "*i8", "value_ptr": "*i8"}
+    pointers |= {
+        "key_scale_ptr": "*fp16",
+        "value_scale_ptr": "*fp16",
+        "partial_ptr": "*fp32",
+        "stats_ptr": "*fp32",
+        "scale": "fp32",
+    }
     pointers |= {f"{name}_ptr": "*i32" for name in
                  ("query_starts", "context_lens", "table", "item_starts", "item_sequences")}  # fmt: skip
-    decode = autotune.decode_tile(DTYPES[dtype], head_size, group)
-    prompt = autotune.prompt_tile(DTYPES[dtype], head_size, group, capability // 10)
-    for kind, tile in (("split", decode), ("prompt", prompt)):
+    decode = autotune.decode_tile(DTYPES[dtype], head_size, group, is_quantized=kind != PLAIN)
+    prompt = autotune.prompt_tile(DTYPES[dtype], head_size, group, capability // 10, is_quantized=kind != PLAIN)
+    seen = " window" if window else ""
+    for name, tile in (("split", decode), ("prompt", prompt)):
         constants = {
             "GROUP": group, "HEAD_SIZE": head_size, "BLOCK_SIZE": block_size, "SPLIT": autotune.SPLIT_TOKENS,
             "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "BLOCK_D": power_of_2(head_size, MIN_DOT),
-            "USE_SPLITS": kind == "split", "stride_key_dim": 1, "stride_value_dim": 1,
+            "USE_SPLITS": name == "split", "stride_key_dim": 1, "stride_value_dim": 1, "stride_scale_slot": 1,
+            "KIND": kind, "WINDOW": window,
         }  # fmt: skip
         yield Variant(
-            name=f"attention {kind} {dtype} head {head_size} block {block_size} group {group}",
+            name=f"attention {name}{seen} {dtype}{CACHES[kind]} head {head_size} block {block_size} group {group}",
             kernel=paged_attention._paged_attention_kernel,
             types=pointers,
             constants=constants,
@@ -109,16 +129,31 @@ def attention(dtype: str, head_size: int, block_size: int, group: int, capabilit
         )
 
 
-def combination(dtype: str, head_size: int, group: int) -> Variant:
+def combination(dtype: str, head_size: int, group: int, window: int = 0) -> Variant:
     types = {"out_ptr": f"*{dtype}", "partial_ptr": "*fp32", "stats_ptr": "*fp32"}
     types |= {f"{name}_ptr": "*i32" for name in ("query_starts", "context_lens", "item_starts")}
     rows = autotune.decode_tile(DTYPES[dtype], head_size, group).rows
     constants = {
         "GROUP": group, "HEAD_SIZE": head_size, "SPLIT": autotune.SPLIT_TOKENS, "BLOCK_M": rows,
-        "BLOCK_S": autotune.COMBINED_SPLITS, "BLOCK_D": power_of_2(head_size),
+        "BLOCK_S": autotune.COMBINED_SPLITS, "BLOCK_D": power_of_2(head_size), "WINDOW": window,
     }  # fmt: skip
-    return Variant(name=f"combination {dtype} head {head_size} group {group}",
+    return Variant(name=f"combination{' window' if window else ''} {dtype} head {head_size} group {group}",
                    kernel=paged_attention._combine_kernel, types=types, constants=constants)  # fmt: skip
+
+
+def kv_writes(dtype: str, head_size: int) -> Iterator[Variant]:
+    """Of every kind of cache."""
+    for kind, cache in CACHES.items():
+        types = {f"{name}_ptr": f"*{dtype}" for name in ("key", "value", "key_cache", "value_cache")}
+        if kind != PLAIN:
+            types |= {"key_cache_ptr": "*i8", "value_cache_ptr": "*i8"}
+        types |= {"key_scale_ptr": "*fp16", "value_scale_ptr": "*fp16", "slots_ptr": "*i64"}
+        constants = {
+            "HEADS": 8, "HEAD_SIZE": head_size, "BLOCK_SIZE": 16, "BLOCK_H": 8, "BLOCK_D": power_of_2(head_size),
+            "stride_key_dim": 1, "stride_value_dim": 1, "stride_scale_slot": 1, "KIND": kind,
+        }  # fmt: skip
+        yield Variant(name=f"kv write {dtype}{cache} head {head_size}", kernel=kv_write._kv_write_kernel, types=types,
+                      options={"num_warps": 2}, constants=constants)  # fmt: skip
 
 
 def rows(dtype: str, hidden: int, head_size: int) -> Iterator[Variant]:
@@ -152,12 +187,7 @@ def rows(dtype: str, hidden: int, head_size: int) -> Iterator[Variant]:
         name=f"rotary {dtype} head {head_size}", kernel=rotary._rotary_kernel, types=same, options={"num_warps": 2},
         constants={"HALF": head_size // 2, "BLOCK_H": rotary.HEADS, "BLOCK_D": power_of_2(head_size // 2)},
     )  # fmt: skip
-    yield Variant(
-        name=f"kv write {dtype} head {head_size}", kernel=kv_write._kv_write_kernel, types=same,
-        options={"num_warps": 2},
-        constants={"HEADS": 8, "HEAD_SIZE": head_size, "BLOCK_SIZE": 16, "BLOCK_H": 8, "BLOCK_D": power_of_2(head_size),
-                   "stride_key_dim": 1, "stride_value_dim": 1},
-    )  # fmt: skip
+    yield from kv_writes(dtype, head_size)
     yield Variant(name=f"block copy {dtype}", kernel=kv_copy._kv_copy_kernel, types=same,
                   constants={"SIZE": 2 * 16 * 8 * head_size, "BLOCK": kv_copy.BLOCK})  # fmt: skip
 
@@ -186,9 +216,13 @@ def variants(capability: int, *, is_complete: bool) -> Iterator[Variant]:
     if not is_complete:
         shapes = (("bf16", 64, 16, 7), ("fp16", 128, 8, 1), ("bf16", 128, 32, 4), ("bf16", 256, 16, 4))
     for dtype, head_size, block_size, group in shapes:
-        yield from attention(dtype, head_size, block_size, group, capability)
+        for kind in CACHES if is_complete else QUANTIZED.get((dtype, head_size), (PLAIN,)):
+            yield from attention(dtype, head_size, block_size, group, capability, kind=kind)
+            if is_complete or (dtype, head_size) in WINDOWED:
+                yield from attention(dtype, head_size, block_size, group, capability, kind=kind, window=WINDOW)
     for dtype, head_size, hidden in (("bf16", 64, 896), ("fp16", 128, 4096)):
         yield combination(dtype, head_size, 8)
+        yield combination(dtype, head_size, 8, WINDOW)
         yield from rows(dtype, hidden, head_size)
     yield from draws(151_936)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.autotune import COMBINED_SPLITS, SPLIT_TOKENS
 from kernels.gpu.paged_attention import paged_attention_triton
+from kernels.kv_quantize import LIMITS, KvScales, quantize_kv
 from kernels.paged_attention import BatchExtent, PagedBatch, paged_attention_reference
 from tests.kernels.gpu.device import DEVICE, assert_near, map_blocks, needs_device
 
@@ -25,16 +26,38 @@ class Case:
     query: Tensor
     blocks: Tensor
     batch: PagedBatch
+    scales: Tensor | None = None
+    window: int | None = None
 
     def run(self) -> Tensor:
-        return paged_attention_triton(self.query, self.blocks[:, 0], self.blocks[:, 1], self.batch, SCALE)
+        return paged_attention_triton(
+            self.query, self.blocks[:, 0], self.blocks[:, 1], self.batch, SCALE, kv_scales=halves(self.scales),
+            window=self.window,
+        )  # fmt: skip
 
     def reference(self) -> Tensor:
         batch = self.batch
         tensors = (batch.query_starts.cpu(), batch.context_lens.cpu(), batch.block_tables.cpu())
         moved = PagedBatch(*tensors, batch.block_size)
         blocks = self.blocks.cpu()
-        return paged_attention_reference(self.query.cpu(), blocks[:, 0], blocks[:, 1], moved, SCALE)
+        scales = None if self.scales is None else halves(self.scales.cpu())
+        return paged_attention_reference(
+            self.query.cpu(), blocks[:, 0], blocks[:, 1], moved, SCALE, kv_scales=scales, window=self.window
+        )
+
+
+def halves(scales: Tensor | None) -> KvScales | None:
+    """Of [num_blocks, 2, block_size, kv_heads]."""
+    return None if scales is None else KvScales(scales[:, 0], scales[:, 1])
+
+
+def quantize(case: Case, dtype: torch.dtype) -> Case:
+    """The same batch over a cache of int8 or fp8; what was NaN has whatever number and a NaN for a scale."""
+    numbers, scales = quantize_kv(case.blocks.cpu(), dtype)
+    stale = scales.isnan()
+    numbers.view(torch.int8)[stale] = 127
+    scales = scales.transpose(2, 3).contiguous().transpose(2, 3)
+    return replace(case, blocks=numbers.to(DEVICE), scales=scales.to(DEVICE))
 
 
 def make_case(
@@ -140,6 +163,34 @@ def test_block_ids_beyond_32_bits() -> None:
     )
     near = replace(case, query=moved.query, blocks=case.blocks.bfloat16())
     assert torch.equal(near.run(), moved.run())
+
+
+@pytest.mark.parametrize("cache_dtype", list(LIMITS))
+@pytest.mark.parametrize(
+    ("dtype", "group", "head_size", "block_size"),
+    [(torch.bfloat16, 7, 64, 16), (torch.float16, 1, 80, 8), (torch.float32, 4, 64, 24)],
+)
+def test_quantized_equals_reference(
+    cache_dtype: torch.dtype, dtype: torch.dtype, group: int, head_size: int, block_size: int
+) -> None:
+    """Decode rows, prompts and later chunks over int8 and fp8 should equal the formula over what these stand for, and
+    have the same bits alone and in other blocks."""
+    chunks = [(1, 1), (63, 1), (100, 40), (block_size + 1, block_size + 1), (SPLIT_TOKENS + 9, 2)]
+    sizes = {"group": group, "kv_heads": 2, "head_size": head_size, "block_size": block_size, "dtype": dtype}
+    case = quantize(make_case(chunks, **sizes), cache_dtype)
+    out = case.run()
+    assert_near(case.reference(), out)
+    assert torch.equal(out, quantize(make_case(chunks, shuffle_seed=5, **sizes), cache_dtype).run())
+    alone = quantize(make_case(chunks[2:3], names=[2], **sizes), cache_dtype).run()
+    assert torch.equal(out[2:42], alone)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_cache_of_another_float_dtype(cache_dtype: torch.dtype) -> None:
+    """Keys and values should be converted to the query's dtype as they are read."""
+    case = make_case([(100, 40), (17, 1)])
+    case = replace(case, blocks=case.blocks.to(cache_dtype))
+    assert_near(case.reference(), case.run())
 
 
 def test_padding_rows_give_zeros() -> None:

@@ -12,6 +12,7 @@ from kernels.gpu.rms_norm import add_rms_norm_triton, rms_norm_triton
 from kernels.gpu.rotary import rotary_triton
 from kernels.gpu.silu_mul import silu_mul_triton
 from kernels.kv_copy import kv_copy_reference
+from kernels.kv_quantize import LIMITS, KvScales
 from kernels.kv_write import WriteSlots, kv_write_reference
 from kernels.rms_norm import rms_norm_reference
 from kernels.rotary import make_cos_sin, rotary_reference, take_turns
@@ -84,6 +85,28 @@ def test_kv_write(slots: list[int], block_size: int, heads: int, size: int) -> N
     kv_write_triton(key, value, actual[:, 0], actual[:, 1], at)
     kv_write_reference(key, value, expected[:, 0], expected[:, 1], at)
     assert torch.equal(expected.view(torch.int16), actual.view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", list(LIMITS))
+@pytest.mark.parametrize(("block_size", "heads", "size"), [(7, 3, 80), (8, 1, 64)])
+def test_quantized_kv_write(dtype: torch.dtype, block_size: int, heads: int, size: int) -> None:
+    """Numbers and scales should have the reference's bits, in their slots only; zeros, numbers of all sizes, infinities
+    and NaN among them."""
+    rows = torch.randn(6, 2 * heads + 1, size, generator=torch.Generator().manual_seed(4))
+    rows *= torch.logspace(-8, 8, 6)[:, None, None]
+    rows[0, 0], rows[1, 0, 1], rows[2, 0, 5], rows[3, 0] = 0.0, torch.inf, torch.nan, 3e38
+    rows[4] *= torch.logspace(-6, 0, size)
+    numbers = torch.full((5, 2, block_size, heads, size), 85, dtype=torch.int8).view(dtype)
+    scales = torch.full((5, 2, heads, block_size), -1.0, dtype=torch.float16).transpose(2, 3)
+    found = [(numbers.clone().to(DEVICE), scales.clone().to(DEVICE)) for _ in range(2)]
+    at = WriteSlots(torch.tensor([0, 5, 17, -1, 34, 9]).to(DEVICE), block_size)
+    key, value = rows[:, :heads].to(DEVICE), rows[:, heads : 2 * heads].to(DEVICE)
+    for write, (cache, own) in zip((kv_write_reference, kv_write_triton), found, strict=True):
+        write(key, value, cache[:, 0], cache[:, 1], at, scales=KvScales(own[:, 0], own[:, 1]))
+    (expected, expected_scales), (actual, actual_scales) = found
+    assert torch.equal(expected.view(torch.int8), actual.view(torch.int8))
+    assert torch.equal(expected_scales.nan_to_num(7.0), actual_scales.nan_to_num(7.0))
+    assert bool(actual_scales.isnan().any())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])

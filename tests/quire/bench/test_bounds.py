@@ -7,7 +7,7 @@ import pytest
 from quire.bench import workloads
 from quire.bench.bounds import STORAGES, Bounds
 from quire.bench.limits import Limits
-from quire.bench.random_model import SHAPES, ModelShape
+from quire.bench.model_shapes import SHAPES, ModelShape
 from quire.bench.rows import lengths
 
 SMALL = ModelShape(

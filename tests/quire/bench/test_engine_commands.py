@@ -121,7 +121,7 @@ def test_growth_writes_every_chart(cache_dir: str, tmp_path: Path) -> None:
     assert growth.main(["--quick", f"--cache-dir={cache_dir}", f"--out={tmp_path}"]) == 0
     (figures,) = tmp_path.glob("growth-test-*.json")
     charts = json.loads(figures.read_text())["charts"]
-    assert len(charts) == 8
+    assert len(charts) == 9
     for chart in charts:
         for points in chart["series"].values():
             assert len(points) == 2
@@ -131,9 +131,21 @@ def test_growth_writes_every_chart(cache_dir: str, tmp_path: Path) -> None:
     assert len(list(ElementTree.parse(plot).iter("{http://www.w3.org/2000/svg}polyline"))) == num_lines
 
 
-def test_the_queue_keeps_its_length_while_it_is_measured() -> None:
+def test_growth_of_the_policy_needs_no_model(tmp_path: Path) -> None:
+    """With --only policy the scheduler's two charts should be measured, without a model's folder."""
+    command = ["--quick", "--only=policy", "--cache-dir=/no/such/folder", f"--out={tmp_path}"]
+    assert growth.main(command) == 0
+    (figures,) = tmp_path.glob("growth-policy-*.json")
+    charts = json.loads(figures.read_text())["charts"]
+    assert [chart["x_label"] for chart in charts] == ["queued requests", "workers"]
+    assert [[x for x, _ in chart["series"]["report"]] for chart in charts] == [[1, 100], [1, 10]]
+
+
+@pytest.mark.parametrize("num_workers", [1, 7])
+def test_the_queue_keeps_its_length_while_it_is_measured(num_workers: int) -> None:
     """The policy should have as many requests waiting after the events as before, all slots taken."""
-    policy = QueuedPolicy(50)
+    policy = QueuedPolicy(50, num_workers)
+    assert policy.num_queued == 50
     times = policy.time_events(20)
     assert policy.num_queued == 50
     assert set(times) == {"report", "submit", "end and dispatch", "tick"}

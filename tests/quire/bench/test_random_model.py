@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from quire.bench.random_model import SHAPES, write_random_model
+from quire.bench.model_shapes import SHAPES
+from quire.bench.random_model import write_random_model
 
 
 @pytest.mark.parametrize("name", ["test", "test_qwen2", "tiny"])

@@ -13,9 +13,10 @@ import pytest
 from quire.bench import report, rows
 from quire.bench.bounds import STORAGES, Bounds
 from quire.bench.limits import Limits
+from quire.bench.model_shapes import SHAPES
 from quire.bench.peers import PEERS, XEON_AMX, ZEN4, Peer, kind_of
-from quire.bench.random_model import SHAPES
 from quire.bench.rows import Aim, Measured, Row
+from quire.bench.serve import BenchConfig
 
 MACHINE = Limits(threads=2, read_one=24e9, read=35.4e9, f32=238e9, bf16=473e9, int8=941e9)
 ROWS = rows.rows_for(ZEN4)
@@ -109,7 +110,7 @@ def test_table_is_markdown() -> None:
     lines = report.results_table(measured).splitlines()
     assert {line.count("|") for line in lines} == {len(report.HEAD) + 1}
     assert lines[2] == ("| w1 time per output token, q05b-bf16 | 30.0 ms | 28.0 ms | 93 % | ≤ 1.08 × bound | yes "
-                        "| 31.2 ms (vLLM CPU + zentorch, no HTTP) |")  # fmt: skip
+                        "| 28.5 ms (vLLM CPU + zentorch, no HTTP) |")  # fmt: skip
     assert {line.count("|") for line in report.bounds_table(BOUNDS).splitlines()} == {10}
 
 
@@ -140,3 +141,12 @@ def test_files_say_when_and_of_what(tmp_path: Path) -> None:
     assert json.loads(paths[0].read_text()) == document | {"figures": [{"lost": None, "kept": 1.5}]}
     ElementTree.fromstring(paths[1].read_text())
     json.dumps([report.as_json(m) for m in measured], allow_nan=False)
+
+
+def test_results_hold_no_keys_and_no_paths_of_this_machine() -> None:
+    """What was set should be told, but for where the figures went and what opens a server."""
+    settings = BenchConfig(base_url="http://127.0.0.1:1", repeats=2, json="/somewhere/x.json", api_key="secret")
+    told = report.shown(settings)
+    assert told["repeats"] == 2
+    assert not {"json", "api_key"} & told.keys()
+    assert "secret" not in str(told)

@@ -66,11 +66,12 @@ def test_a_peer_is_measured_beside_ours(cache_dir: str, tmp_path: Path, capsys: 
     assert document["rows"][0]["peer_in_this_run"] == theirs["tpot_ms_p50"] > 0
 
 
-def test_what_is_not_built_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A storage whose flag `quire serve` does not have should be told, and be no failure."""
-    monkeypatch.setattr(table.flags, "names", lambda _: frozenset({"port"}))
-    result = table._measure_or_tell(table.CONFIGURATIONS["q05b-int4"], table.TableConfig())
-    assert result == {"left_out": "`quire serve` has no --quantization in this version"}
+def test_a_configuration_without_its_workload_is_left_out_with_its_reason() -> None:
+    """A configuration for which nothing that it is for was chosen should be told, and be no failure."""
+    settings = table.TableConfig(workload=("w1", "w2"))
+    result = table._measure_or_tell(table.CONFIGURATIONS["q05b-bf16-cached"], settings)
+    assert result == {"left_out": "w3 only"}
+    assert not table._has_failed(result)
 
 
 def test_a_cell_that_cannot_start_tells_why(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""`quire advise`: what to set on a system that runs, by what its own metrics say."""
