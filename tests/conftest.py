@@ -25,6 +25,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
+def kernels_folder(pytestconfig: pytest.Config) -> Path:
+    """Where compiled C kernels stay, by the hash of their sources: a compilation takes longer than all their tests."""
+    return pytestconfig.rootpath / ".pytest_cache" / "kernels"
+
+
+@pytest.fixture(scope="session")
 def redis_server() -> Iterator[EmbeddedRedis]:
     """A private server in a short folder (unix socket paths are short), one for the whole run."""
     pytest.importorskip("redis", reason="the redis package is not installed here")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cpu.build import CpuKernelsUnavailable, load_library
+from kernels.cpu.build import CpuKernelsUnavailable, best_isa, build, check_machine
 from quire.bench.random_model import write_random_model
 
 
@@ -24,14 +24,14 @@ def qwen2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cpu_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cpu_kernels(kernels_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder that holds the compiled kernels; skips where there are none."""
-    folder = tmp_path_factory.mktemp("kernels")
     try:
-        load_library(folder)
+        check_machine(best_isa())
+        library = build(kernels_folder, best_isa()).path
     except CpuKernelsUnavailable as error:
         pytest.skip(str(error))
-    return folder
+    return Path(shutil.copy(library, tmp_path_factory.mktemp("kernels"))).parent
 
 
 @pytest.fixture

@@ -61,12 +61,11 @@ class Machine:
 
 
 @pytest.fixture(scope="session", params=list(Isa), ids=lambda isa: isa.value)
-def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+def machine(request: pytest.FixtureRequest, kernels_folder: Path) -> Iterator[Machine]:
     flags = tuple(os.environ.get(FLAGS_VARIABLE, "").split())
-    folder: Path = tmp_path_factory.mktemp("kernels")
     try:
         check_machine(request.param)
-        library = ctypes.CDLL(str(build(folder, request.param, flags).path))
+        library = ctypes.CDLL(str(build(kernels_folder, request.param, flags).path))
     except CpuKernelsUnavailable as error:
         pytest.skip(str(error))
     made = Machine(library)
