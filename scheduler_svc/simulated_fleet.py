@@ -7,6 +7,7 @@ notices at the end of that step, as a commit would.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -254,7 +255,7 @@ class SimulatedFleet:
             free_blocks=worker.free_blocks,
             block_size=worker.hello.block_size,
         )
-        max_steps = min(s.end - s.num_known for s in running)
+        max_steps = min(worker.num_steps_aside or sys.maxsize, *(s.end - s.num_known for s in running))
         run = plan_run([s.num_known for s in running], max_steps, start, self._limits(worker))
         if run is not None:
             worker.chunks = worker.plan()

@@ -3,7 +3,8 @@
 It follows the engine's contract: sequences enter in order (priority, rank, choice) when blocks and a slot are free,
 leaving one for each that runs; each running one gains a token a step once its known tokens are computed, and at the
 wall the last in order loses its blocks and waits again. What is computed in blocks that somebody loses is copied to
-host memory, if that is the cheaper way (`shared/preemption.py`) or the scheduler keeps it, and there is room.
+host memory, if that is the cheaper way (`shared/preemption.py`) or the scheduler keeps it, and there is room. One that
+the scheduler keeps does not come back at once.
 
 Steps are made in *runs* (`simulated_run.py`): one step, or as many equal ones as pass before anything happens. Between
 two calls of `advance` the worker shows its state at the last of them.
@@ -23,7 +24,7 @@ from scheduler_svc.simulation_trace import CostModel
 from shared.capacity import blocks_for
 from shared.ids import EntryId, RequestId
 from shared.messages import AbortRequest, HeldRequest, PreemptRequest, RunRequest, WorkerHello, WorkerReport
-from shared.preemption import is_swapped
+from shared.preemption import MAX_PLANS_ASIDE, is_swapped
 
 InboxMessage = RunRequest | PreemptRequest | AbortRequest
 _ORDER = attrgetter("order")
@@ -36,6 +37,7 @@ class SimulatedSequence:
     `order` is (priority, rank, choice). `is_decoding`: its blocks hold all of its known tokens but the newest, which it
     has drawn. Of its `num_blocks` the first `num_shared` are a running sibling's, which computes what is in them of
     the `num_prompt` tokens. `num_swapped` blocks with all it has computed lie in host memory while it waits.
+    `aside_until`: it leaves its place to others until the worker has planned so many steps.
     """
 
     request_id: RequestId
@@ -49,6 +51,7 @@ class SimulatedSequence:
     num_blocks: int = 0
     num_shared: int = 0
     num_swapped: int = 0
+    aside_until: int = 0
     is_decoding: bool = False
 
 
@@ -129,9 +132,15 @@ class SimulatedWorker:
         """The scheduler has a request give way and stay."""
         for sequence in [s for s in self.running if s.request_id == request_id]:
             self._put_aside(sequence, "swap")
+            sequence.aside_until = self.num_steps + MAX_PLANS_ASIDE
 
     def finish(self, sequence: SimulatedSequence) -> None:
-        """A running sequence leaves."""
+        """A running sequence leaves for good: nobody has to stay aside any more."""
+        self._vacate(sequence)
+        for waiting in self.waiting:
+            waiting.aside_until = 0
+
+    def _vacate(self, sequence: SimulatedSequence) -> None:
         self.running.remove(sequence)
         self.free_blocks += sequence.num_blocks - sequence.num_shared
         if not sequence.num_shared and (heir := next(self._siblings(sequence), None)) is not None:
@@ -150,10 +159,17 @@ class SimulatedWorker:
 
     # Steps.
 
+    @property
+    def num_steps_aside(self) -> int:
+        """Steps for which the first that waits still leaves its place to others; 0: it does not."""
+        if not self.running or not self.waiting:
+            return 0
+        return max(0, self.waiting[0].aside_until - self.num_steps - 1)
+
     def admit(self) -> list[SimulatedSequence]:
         """Let waiting ones run, in order, while blocks and slots last; those that now do."""
         admitted = []
-        while self.waiting and len(self.running) < self.hello.max_num_seqs:
+        while self.waiting and len(self.running) < self.hello.max_num_seqs and not self.num_steps_aside:
             sequence = self.waiting[0]
             needed = blocks_for(sequence.num_known, self.hello.block_size)
             num_shared = self._shareable(sequence) if next(self._siblings(sequence), None) is not None else 0
@@ -162,7 +178,7 @@ class SimulatedWorker:
             self.free_blocks -= needed - num_shared
             sequence.num_blocks, sequence.num_shared = needed, num_shared
             self._copy(0, sequence.num_swapped)
-            sequence.num_swapped = 0
+            sequence.num_swapped = sequence.aside_until = 0
             admitted.append(self.waiting.pop(0))
             insort(self.running, sequence, key=_ORDER)
         return admitted
@@ -208,7 +224,7 @@ class SimulatedWorker:
     def _put_aside(self, sequence: SimulatedSequence, mode: str) -> None:
         """Take a running sequence's blocks; it waits in its place."""
         num_computed_in = blocks_for(sequence.num_computed, self.hello.block_size)
-        self.finish(sequence)
+        self._vacate(sequence)
         sequence.num_blocks = 0
         if is_swapped(
             mode,
