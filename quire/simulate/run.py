@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from quire.simulate.settings import SimulateConfig
@@ -29,15 +30,16 @@ def simulate(settings: SimulateConfig, requests: list[SimulatedRequest]) -> Simu
         QuireError: none ends for an hour of the simulation, or the decision log cannot be written.
     """
     policy = policy_config(SchedulerConfig(scheduling=settings.scheduling, scaling=settings.scaling))
-    specs = [settings.fleet.spec()] * settings.fleet.workers
+    policy = replace(policy, tokens_per_sequence=settings.tokens_per_sequence)
+    spec = settings.fleet.spec(has_prefixes=bool(settings.traffic.shared_prefixes))
     path = settings.scheduling.decision_log_path()
-    autoscaling = settings.fleet.autoscaling(policy.autoscale)
+    autoscaling = settings.fleet.autoscaling(policy.autoscale, spec)
     try:
         with ExitStack() as stack:
             observer = None if path is None else log_to(path, policy, stack)
             cell = Simulation(
                 requests,
-                specs,
+                [spec] * settings.fleet.workers,
                 config=policy,
                 cost=settings.fleet.cost(),
                 on_decisions=observer,
