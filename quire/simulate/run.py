@@ -5,17 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from quire.simulate.settings import SimulateConfig
 from scheduler_svc import decisions as d
 from scheduler_svc.decision_lines import encode_head, encode_step
 from scheduler_svc.policy.scheduler import PolicyConfig
-from scheduler_svc.service import policy_config
 from scheduler_svc.simulation_trace import SimulatedRequest
 from scheduler_svc.simulator import WATCH_S, Observer, Simulation
-from shared.config import SchedulerConfig
 from shared.errors import QuireError, shorten
 
 PROGRESS_S = 1.0
@@ -29,8 +26,7 @@ def simulate(settings: SimulateConfig, requests: list[SimulatedRequest]) -> Simu
     Raises:
         QuireError: none ends for an hour of the simulation, or the decision log cannot be written.
     """
-    policy = policy_config(SchedulerConfig(scheduling=settings.scheduling, scaling=settings.scaling))
-    policy = replace(policy, tokens_per_sequence=settings.tokens_per_sequence)
+    policy = settings.policy()
     spec = settings.fleet.spec(has_prefixes=bool(settings.traffic.shared_prefixes))
     path = settings.scheduling.decision_log_path()
     autoscaling = settings.fleet.autoscaling(policy.autoscale, spec)

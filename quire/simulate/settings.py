@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler_svc.policy.autoscale import AutoscaleConfig
 from scheduler_svc.policy.fleet import TOKENS_PER_SEQUENCE
+from scheduler_svc.policy.scheduler import PolicyConfig
+from scheduler_svc.service import policy_config
 from scheduler_svc.simulated_autoscaler import Autoscaling
 from scheduler_svc.simulation_trace import CostModel, SimulatedWorkerSpec
-from shared.config import ScalingConfig, SchedulingConfig
+from shared.config import ScalingConfig, SchedulerConfig, SchedulingConfig
 from shared.flags import setting
 from shared.preemption import PREEMPTION_MODES
 
@@ -111,3 +113,8 @@ class SimulateConfig:
     fleet: WorkersConfig = field(default_factory=WorkersConfig)
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
+
+    def policy(self) -> PolicyConfig:
+        """The scheduler's."""
+        policy = policy_config(SchedulerConfig(scheduling=self.scheduling, scaling=self.scaling))
+        return replace(policy, tokens_per_sequence=self.tokens_per_sequence)
