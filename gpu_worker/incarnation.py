@@ -13,11 +13,11 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.view import EngineView
 from gpu_worker.engine_thread import Add, Drop, EngineThread, Round
 from gpu_worker.ledger import Held, Ledger
-from gpu_worker.prefix_journal import PrefixJournal
 from shared.bus import Bus, RequestRecord, RequestState
 from shared.failpoints import failpoint
 from shared.ids import EntryId, RequestId, WorkerId
 from shared.logs import get_log
+from shared.prefix_journal import PrefixJournal
 
 REPORT_DELAY_S = 0.005
 """How much later a report tells of what was taken, so that it is not written to disk before a first token that comes

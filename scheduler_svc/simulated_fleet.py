@@ -7,6 +7,7 @@ notices at the end of that step, as a commit would.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,7 @@ from functools import partial
 from scheduler_svc import decisions as d
 from scheduler_svc.agenda import Agenda
 from scheduler_svc.simulated_cell import SimulatedCell, SimulatedRecord
+from scheduler_svc.simulated_prefix_cache import SharedNames
 from scheduler_svc.simulated_run import Limits, Run, Start, plan_run
 from scheduler_svc.simulated_worker import InboxMessage, SimulatedSequence, SimulatedWorker
 from scheduler_svc.simulation_trace import CostModel, SimulatedRequest, SimulatedWorkerSpec, SimulationResult, party_of
@@ -30,6 +32,7 @@ class SimulatedFleet:
 
     Args:
         requests: what each request will do, by id; read only.
+        names: of what they share.
         tell: gives the policy an event.
         can_jump: False: each step is made by itself. The result is the same.
     """
@@ -42,6 +45,7 @@ class SimulatedFleet:
         cost: CostModel,
         result: SimulationResult,
         requests: dict[RequestId, SimulatedRequest],
+        names: SharedNames,
         tell: Callable[[d.Event], None],
         can_jump: bool,
     ) -> None:
@@ -50,6 +54,7 @@ class SimulatedFleet:
         self._cost = cost
         self._result = result
         self._requests = requests
+        self._names = names
         self._tell = tell
         self._can_jump = can_jump
         self.recent_ttfts: deque[float] = deque(maxlen=MAX_RECENT)
@@ -70,6 +75,7 @@ class SimulatedFleet:
             host="h",
             num_swap_blocks=spec.num_swap_blocks,
             preemption_mode=spec.preemption_mode,
+            has_prefix_cache=spec.has_prefix_cache,
         )
         worker = SimulatedWorker(hello, index, self._cost, max_num_batched_tokens=spec.max_num_batched_tokens)
         self._cell.workers[hello.worker_id] = worker
@@ -139,6 +145,7 @@ class SimulatedFleet:
         record = self._cell.records[sequence.request_id]
         record.num_tokens[sequence.choice] += count
         self._result.num_tokens += count
+        self._result.num_computed += count
         self._result.served[party_of(record.summary)] += count
 
     def _kill(self, worker: SimulatedWorker) -> None:
@@ -207,6 +214,7 @@ class SimulatedFleet:
         if not self._cell.is_owner(worker.hello.worker_id, request_id, message.attempt):
             return
         record, request = self._cell.records[request_id], self._requests[request_id]
+        prefix = () if worker.cache is None else self._names.of(request, worker.hello.block_size)
         for choice in message.choices:
             sequence = SimulatedSequence(
                 request_id=request_id,
@@ -216,6 +224,7 @@ class SimulatedFleet:
                 num_prompt=request.prompt_len,
                 num_known=request.prompt_len + record.num_tokens[choice],
                 end=request.prompt_len + min(request.output_len, request.max_tokens),
+                prefix=prefix,
             )
             worker.add(sequence)
 
@@ -226,6 +235,8 @@ class SimulatedFleet:
         worker.num_runs += 1
         for sequence in worker.admit():
             self._result.start_s.setdefault(sequence.request_id, self._agenda.now)
+            self._result.num_queried += sequence.num_known
+            self._result.num_found += sequence.num_found * worker.hello.block_size
         worker.run = self._equal_steps(worker) or self._one_step(worker)
         if worker.run is None:
             self._plan_idle_report(worker)
@@ -254,7 +265,7 @@ class SimulatedFleet:
             free_blocks=worker.free_blocks,
             block_size=worker.hello.block_size,
         )
-        max_steps = min(s.end - s.num_known for s in running)
+        max_steps = min(worker.num_steps_aside or sys.maxsize, *(s.end - s.num_known for s in running))
         run = plan_run([s.num_known for s in running], max_steps, start, self._limits(worker))
         if run is not None:
             worker.chunks = worker.plan()
@@ -282,6 +293,7 @@ class SimulatedFleet:
         self._result.num_steps += 1
         for sequence, length in worker.chunks:
             sequence.num_computed += length
+            self._result.num_computed += length
             if sequence.num_computed == sequence.num_known:
                 self._commit(worker, sequence)
         self._apply_inbox(worker)

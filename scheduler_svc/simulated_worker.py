@@ -3,7 +3,8 @@
 It follows the engine's contract: sequences enter in order (priority, rank, choice) when blocks and a slot are free,
 leaving one for each that runs; each running one gains a token a step once its known tokens are computed, and at the
 wall the last in order loses its blocks and waits again. What is computed in blocks that somebody loses is copied to
-host memory, if that is the cheaper way (`shared/preemption.py`) or the scheduler keeps it, and there is room.
+host memory, if that is the cheaper way (`shared/preemption.py`) or the scheduler keeps it, and there is room. One that
+the scheduler keeps does not come back at once. Beginnings of prompts are found in `simulated_prefix_cache.py`.
 
 Steps are made in *runs* (`simulated_run.py`): one step, or as many equal ones as pass before anything happens. Between
 two calls of `advance` the worker shows its state at the last of them.
@@ -18,12 +19,13 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from scheduler_svc.policy.state import entry_key
+from scheduler_svc.simulated_prefix_cache import Names, SimulatedPrefixCache
 from scheduler_svc.simulated_run import Run
 from scheduler_svc.simulation_trace import CostModel
 from shared.capacity import blocks_for
 from shared.ids import EntryId, RequestId
 from shared.messages import AbortRequest, HeldRequest, PreemptRequest, RunRequest, WorkerHello, WorkerReport
-from shared.preemption import is_swapped
+from shared.preemption import MAX_PLANS_ASIDE, is_swapped
 
 InboxMessage = RunRequest | PreemptRequest | AbortRequest
 _ORDER = attrgetter("order")
@@ -34,8 +36,10 @@ class SimulatedSequence:
     """One choice inside a worker; `end` is the number of known tokens at which it ends by itself.
 
     `order` is (priority, rank, choice). `is_decoding`: its blocks hold all of its known tokens but the newest, which it
-    has drawn. Of its `num_blocks` the first `num_shared` are a running sibling's, which computes what is in them of
-    the `num_prompt` tokens. `num_swapped` blocks with all it has computed lie in host memory while it waits.
+    has drawn. Of its `num_blocks` the first ones are those of its `prefix`, which it uses with others; it found
+    `num_found` of them. The next `num_shared` are a running sibling's, which computes what is in them of the
+    `num_prompt` tokens. `num_swapped` blocks with all it has computed lie in host memory while it waits.
+    `aside_until`: it leaves its place to others until the worker has planned so many steps.
     """
 
     request_id: RequestId
@@ -47,8 +51,11 @@ class SimulatedSequence:
     end: int
     num_computed: int = 0
     num_blocks: int = 0
+    prefix: Names = ()
+    num_found: int = 0
     num_shared: int = 0
     num_swapped: int = 0
+    aside_until: int = 0
     is_decoding: bool = False
 
 
@@ -91,8 +98,11 @@ class SimulatedWorker:
     run: Run | None = None
     chunks: Chunks = field(default_factory=list)
     num_runs: int = 0
+    cache: SimulatedPrefixCache | None = None
 
     def __post_init__(self) -> None:
+        if self.hello.has_prefix_cache:
+            self.cache = SimulatedPrefixCache(self.hello.block_size)
         self.free_blocks = self.hello.num_blocks
         self.free_swap_blocks = self.hello.num_swap_blocks
 
@@ -129,40 +139,65 @@ class SimulatedWorker:
         """The scheduler has a request give way and stay."""
         for sequence in [s for s in self.running if s.request_id == request_id]:
             self._put_aside(sequence, "swap")
+            sequence.aside_until = self.num_steps + MAX_PLANS_ASIDE
 
     def finish(self, sequence: SimulatedSequence) -> None:
-        """A running sequence leaves."""
+        """A running sequence leaves for good: nobody has to stay aside any more."""
+        self._vacate(sequence)
+        for waiting in self.waiting:
+            waiting.aside_until = 0
+
+    def _vacate(self, sequence: SimulatedSequence) -> None:
         self.running.remove(sequence)
-        self.free_blocks += sequence.num_blocks - sequence.num_shared
+        num_left = len(sequence.prefix) + sequence.num_shared
         if not sequence.num_shared and (heir := next(self._siblings(sequence), None)) is not None:
-            self.free_blocks -= heir.num_shared
+            num_left += heir.num_shared
             heir.num_shared = 0
+        self.free_blocks += sequence.num_blocks - num_left
+        if self.cache is not None:
+            num_full = sequence.num_computed // self.hello.block_size
+            self.free_blocks += self.cache.leave(sequence, num_full - num_left, self.running)
         sequence.num_shared = 0
         self.has_changed = True
+
+    def _take(self, num_blocks: int) -> None:
+        """Give out free blocks; what could be found in them is forgotten."""
+        self.free_blocks -= num_blocks
+        if self.cache is not None:
+            self.cache.trim(self.free_blocks)
 
     def _siblings(self, sequence: SimulatedSequence) -> Iterator[SimulatedSequence]:
         """Running choices of the same request."""
         return (s for s in self.running if s.request_id == sequence.request_id)
 
     def _shareable(self, sequence: SimulatedSequence) -> int:
-        """Blocks of its prompt that choices have between them: each computes its last token."""
-        return (sequence.num_prompt - 1) // self.hello.block_size
+        """Blocks of its prompt, behind its prefix, that choices have between them: each computes its last token."""
+        return (sequence.num_prompt - 1) // self.hello.block_size - len(sequence.prefix)
 
     # Steps.
+
+    @property
+    def num_steps_aside(self) -> int:
+        """Steps for which the first that waits still leaves its place to others; 0: it does not."""
+        if not self.running or not self.waiting:
+            return 0
+        return max(0, self.waiting[0].aside_until - self.num_steps - 1)
 
     def admit(self) -> list[SimulatedSequence]:
         """Let waiting ones run, in order, while blocks and slots last; those that now do."""
         admitted = []
-        while self.waiting and len(self.running) < self.hello.max_num_seqs:
+        while self.waiting and len(self.running) < self.hello.max_num_seqs and not self.num_steps_aside:
             sequence = self.waiting[0]
             needed = blocks_for(sequence.num_known, self.hello.block_size)
             num_shared = self._shareable(sequence) if next(self._siblings(sequence), None) is not None else 0
-            if needed - num_shared + len(self.running) > self.free_blocks:
+            missing = needed - num_shared - (self.cache.num_in_use(sequence.prefix) if self.cache is not None else 0)
+            if missing + len(self.running) > self.free_blocks:
                 break
-            self.free_blocks -= needed - num_shared
-            sequence.num_blocks, sequence.num_shared = needed, num_shared
-            self._copy(0, sequence.num_swapped)
-            sequence.num_swapped = 0
+            self._bring_back(sequence)
+            if self.cache is not None:
+                self.cache.enter(sequence)
+            self._take(missing)
+            sequence.num_blocks, sequence.num_shared, sequence.aside_until = needed, num_shared, 0
             admitted.append(self.waiting.pop(0))
             insort(self.running, sequence, key=_ORDER)
         return admitted
@@ -173,20 +208,25 @@ class SimulatedWorker:
         budget, chunks = self.max_num_batched_tokens, Chunks()
         for is_decoding in (True, False):
             for sequence in [s for s in self.running if s.is_decoding is is_decoding]:
-                if budget > 0 and self._is_ready(sequence) and self._cover(sequence):
+                if budget > 0 and self._is_ready(sequence, chunks) and self._cover(sequence):
                     length = min(budget, sequence.num_known - sequence.num_computed)
                     budget -= length
                     chunks.append((sequence, length))
         return [chunk for chunk in chunks if chunk[0].num_blocks > 0]
 
-    def _is_ready(self, sequence: SimulatedSequence) -> bool:
-        """Whether what it shares is computed; then it goes on behind that."""
-        num_shared = sequence.num_shared * self.hello.block_size
-        if sequence.num_computed < num_shared:
+    def _is_ready(self, sequence: SimulatedSequence, chunks: Chunks) -> bool:
+        """Whether what it shares is computed, a prefix with the step of `chunks` at the latest; then it goes on behind
+        that."""
+        if self.cache is not None and not self.cache.is_ready(sequence, chunks):
+            return False
+        if not sequence.num_shared:
+            return True
+        end = (len(sequence.prefix) + sequence.num_shared) * self.hello.block_size
+        if sequence.num_computed < end:
             owner = next(s for s in self._siblings(sequence) if not s.num_shared)
-            if owner.num_computed < num_shared:
+            if owner.num_computed < end:
                 return False
-            sequence.num_computed = num_shared
+            sequence.num_computed = end
         return True
 
     def _cover(self, sequence: SimulatedSequence) -> bool:
@@ -195,7 +235,7 @@ class SimulatedWorker:
             missing = blocks_for(sequence.num_known, self.hello.block_size) - sequence.num_blocks
             if missing <= self.free_blocks:
                 sequence.num_blocks += missing
-                self.free_blocks -= missing
+                self._take(missing)
                 return True
             self._evict(self.running[-1])
         return False
@@ -207,13 +247,14 @@ class SimulatedWorker:
 
     def _put_aside(self, sequence: SimulatedSequence, mode: str) -> None:
         """Take a running sequence's blocks; it waits in its place."""
-        num_computed_in = blocks_for(sequence.num_computed, self.hello.block_size)
-        self.finish(sequence)
+        size, num_prefix = self.hello.block_size, len(sequence.prefix)
+        num_computed_in = max(0, blocks_for(sequence.num_computed, size) - num_prefix)
+        self._vacate(sequence)
         sequence.num_blocks = 0
         if is_swapped(
             mode,
             num_blocks=num_computed_in,
-            num_tokens=sequence.num_computed,
+            num_tokens=sequence.num_computed - num_prefix * size,
             free_swap_blocks=self.free_swap_blocks,
             block_copy_s=self.cost.block_copy_s,
             token_s=self.cost.token_s,
@@ -223,6 +264,15 @@ class SimulatedWorker:
         else:
             sequence.num_computed, sequence.is_decoding = 0, False
         self.add(sequence)
+
+    def _bring_back(self, sequence: SimulatedSequence) -> None:
+        """Have what lies in host memory copied back; it is of no use if what stands before it has been forgotten."""
+        if self.cache is None or self.cache.is_computed(sequence.prefix):
+            self._copy(0, sequence.num_swapped)
+        elif sequence.num_swapped:
+            self.free_swap_blocks += sequence.num_swapped
+            sequence.num_computed, sequence.is_decoding = 0, False
+        sequence.num_swapped = 0
 
     def _copy(self, num_out: int, num_in: int) -> None:
         """Copy so many blocks to host memory, and back."""
@@ -253,6 +303,7 @@ class SimulatedWorker:
             self.free_blocks -= num_blocks - sequence.num_blocks
             sequence.num_blocks = num_blocks
             note(sequence, num_steps)
+        self._take(0)
 
     # Reports.
 
@@ -261,6 +312,7 @@ class SimulatedWorker:
         self.report_seq += 1
         self.reported_at_s, self.reported_free = now, self.free_blocks
         self.is_calm, self.has_changed = bool(self.running) and not self.waiting, False
+        here, gone = (b"", b"") if self.cache is None else self.cache.journal.take()
         return WorkerReport(
             worker_id=self.hello.worker_id,
             seq=self.report_seq,
@@ -277,6 +329,8 @@ class SimulatedWorker:
             num_swapped_in=self.num_swapped_in,
             block_copy_s=self.cost.block_copy_s,
             token_s=self.cost.token_s,
+            prefixes_here=here,
+            prefixes_gone=gone,
             is_draining=self.is_draining,
         )
 
@@ -290,7 +344,7 @@ class SimulatedWorker:
                 sums[2] += is_running
                 sums[3] += 1 - is_running
                 sums[4] += sequence.num_swapped
-                sums[5] += sequence.num_shared
+                sums[5] += sequence.num_shared + (sequence.num_found if is_running else 0)
         return tuple(
             HeldRequest(
                 request_id=request_id,

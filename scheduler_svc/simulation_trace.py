@@ -12,9 +12,18 @@ Party = tuple[str, int]
 """Tenant and priority: those who share with each other are the tenants of one priority."""
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedPrefix:
+    """What prompts of one tenant that bring number `number` begin with: `num_tokens` tokens, the same for all."""
+
+    number: int
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRequest:
-    """One arrival. `output_len` tokens end each choice by itself (at most `max_tokens`)."""
+    """One arrival. `output_len` tokens end each choice by itself (at most `max_tokens`). `prompt_len` counts the tokens
+    of its `prefix`, too."""
 
     arrival_s: float
     prompt_len: int
@@ -26,12 +35,13 @@ class SimulatedRequest:
     priority: int = 0
     tenant: str = "t"
     user: str = ""
+    prefix: SimulatedPrefix | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedWorkerSpec:
     """One worker start, and maybe its death (as by kill -9). `num_swap_blocks` fit into its host memory;
-    `preemption_mode` is one of `shared/preemption.py`."""
+    `preemption_mode` is one of `shared/preemption.py`. Without a prefix cache all of each prompt is computed."""
 
     num_blocks: int
     block_size: int = 16
@@ -39,6 +49,7 @@ class SimulatedWorkerSpec:
     preemption_mode: str = "auto"
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 64
+    has_prefix_cache: bool = False
     start_s: float = 0.0
     death_s: float | None = None
 
@@ -88,7 +99,8 @@ class SimulationResult:
     """What happened. Times are seconds of the simulation; `dispatched` holds (request, worker) in order.
 
     `start_s` is when a sequence of the request was first admitted inside a worker. `num_swapped_out` and
-    `num_swapped_in` are blocks. `samples` are taken at each watch.
+    `num_swapped_in` are blocks. `num_tokens` were drawn and `num_computed` computed; of the `num_queried` tokens of
+    sequences when they were admitted `num_found` lay in prefix caches. `samples` are taken at each watch.
     """
 
     ended: dict[RequestId, str] = field(default_factory=dict)
@@ -102,5 +114,8 @@ class SimulationResult:
     num_swapped_in: int = 0
     num_steps: int = 0
     num_tokens: int = 0
+    num_computed: int = 0
+    num_queried: int = 0
+    num_found: int = 0
     served: Counter[Party] = field(default_factory=Counter)
     samples: list[Sample] = field(default_factory=list)

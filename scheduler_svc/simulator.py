@@ -22,10 +22,12 @@ from scheduler_svc.service import RECORDS_PER_SCAN, SCAN_S
 from scheduler_svc.simulated_autoscaler import Autoscaling, SimulatedAutoscaler
 from scheduler_svc.simulated_cell import GATEWAY, SimulatedCell
 from scheduler_svc.simulated_fleet import FINGERPRINT, SimulatedFleet
+from scheduler_svc.simulated_prefix_cache import SharedNames
 from scheduler_svc.simulation_trace import CostModel, Sample, SimulatedRequest, SimulatedWorkerSpec, SimulationResult
 from shared.bus import DispatchAnswer
 from shared.ids import RequestId
 from shared.messages import AbortRequest, PreemptRequest, SubmitRequest
+from shared.prefix import pack
 
 WATCH_S = 0.5
 
@@ -65,12 +67,15 @@ class Simulation:
         self._requests: dict[RequestId, SimulatedRequest] = {}
         self._num_watches = 0
         self._to_scan: list[RequestId] = []
+        self._names = SharedNames()
+        self._named_size = next((spec.block_size for spec in workers if spec.has_prefix_cache), None)
         self._fleet = SimulatedFleet(
             self.cell,
             self._agenda,
             cost=self._cost,
             result=self.result,
             requests=self._requests,
+            names=self._names,
             tell=self.feed,
             can_jump=can_jump,
         )
@@ -191,6 +196,7 @@ class Simulation:
     def _arrive(self, index: int, request: SimulatedRequest) -> None:
         request_id = RequestId(f"r{index}")
         self._requests[request_id] = request
+        names = () if self._named_size is None else self._names.of(request, self._named_size)
         summary = SubmitRequest(
             request_id=request_id,
             tenant=request.tenant,
@@ -202,6 +208,7 @@ class Simulation:
             timeout_s=request.timeout_s,
             priority=request.priority,
             user=request.user,
+            prefixes=(pack(names),) if names else (),
         )
         self.cell.submit(summary, order=len(self.cell.records))
         if request.cancel_s is not None:

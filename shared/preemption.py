@@ -8,6 +8,9 @@ use, too, cost nothing either way and are counted in neither.
 from __future__ import annotations
 
 PREEMPTION_MODES = ("auto", "swap", "recompute")
+MAX_PLANS_ASIDE = 32
+"""So many steps a sequence that was set aside for others leaves its place to them, unless one that runs leaves before:
+about a second on a CPU. By then whoever it made room for has come, or never will."""
 
 
 def is_swapped(

@@ -19,6 +19,7 @@ from gpu_worker.engine.static_batch import StaticBatch
 from gpu_worker.engine.step_cost import StepCost
 from gpu_worker.engine.swap import SwapSpace
 from shared.log import Logprobs
+from shared.preemption import MAX_PLANS_ASIDE
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,6 @@ class ModelRunner(Protocol):
 
 MIN_PROMPT_UNITS = 16.0
 """Prompts move on by this much in each step, however long the sequences that decode take by themselves."""
-MAX_PLANS_ASIDE = 32
-"""About a second on a CPU: by then whoever a sequence made room for has come, or never will."""
 
 
 class BatchPlanner:

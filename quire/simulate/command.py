@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     """Run the command. Raises `ConfigError`; `QuireError` for a run that comes to a standstill or a bad log."""
     settings = config.load(SimulateConfig, argv, program="quire simulate", description=__doc__ or "")
     if settings.replay:
-        found = replay(expand("--replay", settings.replay), settings.scheduling)
+        found = replay(expand("--replay", settings.replay), settings.policy())
         print(format_replay(found))
         return 0 if found.is_equal or found.changed else 1
     json_path = _output("--json", settings.json)

@@ -16,7 +16,7 @@ from scheduler_svc import decisions as d
 from scheduler_svc.decision_lines import BadDecisionLog, Step, decode_head, decode_steps
 from scheduler_svc.policy.scheduler import Policy, PolicyConfig
 from scheduler_svc.service import policy_config
-from shared.config import SchedulerConfig, SchedulingConfig
+from shared.config import SchedulerConfig
 from shared.errors import ConfigError, QuireError, shorten
 
 MAX_SHOWN = 5
@@ -51,8 +51,8 @@ class Replay:
         return self.first is None
 
 
-def replay(path: Path, scheduling: SchedulingConfig) -> Replay:
-    """Feed the log to a policy with its own settings, but for those of `scheduling` that are not the default.
+def replay(path: Path, given: PolicyConfig) -> Replay:
+    """Feed the log to a policy with its own settings, but for those `given` that are not the default.
 
     Raises:
         ConfigError: there is no such file.
@@ -61,7 +61,7 @@ def replay(path: Path, scheduling: SchedulingConfig) -> Replay:
     try:
         with path.open("rb") as file:
             logged = decode_head(file.readline())
-            config, changed = _change(logged, scheduling)
+            config, changed = _change(logged, given)
             found, policy = Replay(changed), Policy(config)
             for line, step in enumerate(decode_steps(file), start=2):
                 _compare(found, line, step, policy)
@@ -92,11 +92,8 @@ def format_replay(found: Replay) -> str:
     return "\n".join(lines)
 
 
-def _change(
-    logged: PolicyConfig, scheduling: SchedulingConfig
-) -> tuple[PolicyConfig, dict[str, tuple[object, object]]]:
+def _change(logged: PolicyConfig, given: PolicyConfig) -> tuple[PolicyConfig, dict[str, tuple[object, object]]]:
     """The log's settings with those that were given, and what that changed."""
-    given = policy_config(SchedulerConfig(scheduling=scheduling))
     default = policy_config(SchedulerConfig())
     changed = {}
     for field_ in dataclasses.fields(PolicyConfig):

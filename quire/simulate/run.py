@@ -11,10 +11,8 @@ from quire.simulate.settings import SimulateConfig
 from scheduler_svc import decisions as d
 from scheduler_svc.decision_lines import encode_head, encode_step
 from scheduler_svc.policy.scheduler import PolicyConfig
-from scheduler_svc.service import policy_config
 from scheduler_svc.simulation_trace import SimulatedRequest
 from scheduler_svc.simulator import WATCH_S, Observer, Simulation
-from shared.config import SchedulerConfig
 from shared.errors import QuireError, shorten
 
 PROGRESS_S = 1.0
@@ -28,16 +26,16 @@ def simulate(settings: SimulateConfig, requests: list[SimulatedRequest]) -> Simu
     Raises:
         QuireError: none ends for an hour of the simulation, or the decision log cannot be written.
     """
-    policy = policy_config(SchedulerConfig(scheduling=settings.scheduling, scaling=settings.scaling))
-    specs = [settings.fleet.spec()] * settings.fleet.workers
+    policy = settings.policy()
+    spec = settings.fleet.spec(has_prefixes=bool(settings.traffic.shared_prefixes))
     path = settings.scheduling.decision_log_path()
-    autoscaling = settings.fleet.autoscaling(policy.autoscale)
+    autoscaling = settings.fleet.autoscaling(policy.autoscale, spec)
     try:
         with ExitStack() as stack:
             observer = None if path is None else log_to(path, policy, stack)
             cell = Simulation(
                 requests,
-                specs,
+                [spec] * settings.fleet.workers,
                 config=policy,
                 cost=settings.fleet.cost(),
                 on_decisions=observer,

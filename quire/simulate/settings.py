@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler_svc.policy.autoscale import AutoscaleConfig
+from scheduler_svc.policy.fleet import TOKENS_PER_SEQUENCE
+from scheduler_svc.policy.scheduler import PolicyConfig
+from scheduler_svc.service import policy_config
 from scheduler_svc.simulated_autoscaler import Autoscaling
 from scheduler_svc.simulation_trace import CostModel, SimulatedWorkerSpec
-from shared.config import ScalingConfig, SchedulingConfig
+from shared.config import ScalingConfig, SchedulerConfig, SchedulingConfig
 from shared.flags import setting
 from shared.preemption import PREEMPTION_MODES
 
@@ -34,6 +37,10 @@ class TrafficConfig:
                                        "--tenant-weights for what they get)", may_be_empty=False)  # fmt: skip
     classes: tuple[str, ...] = setting(("0",), "priorities of requests, lower first: PRIORITY or PRIORITY:SHARE",
                                        may_be_empty=False)  # fmt: skip
+    shared_prefixes: str = setting("", "N:TOKENS: each prompt begins with one of N prefixes of so many tokens, in "
+                                   "front of its own --prompt-len; --load does not count them")  # fmt: skip
+    prefix_skew: float = setting(0.0, "prefix i comes 1 / i^SKEW times as often as the first, as by Zipf; 0: all come "
+                                 "equally often", minimum=0, maximum=10)  # fmt: skip
     request_timeout_s: float = setting(600.0, "deadline of a request", minimum=0.1, maximum=31_536_000)
 
 
@@ -60,10 +67,11 @@ class WorkersConfig:
                                 minimum=0, maximum=1e6)  # fmt: skip
     preemption_mode: str = setting("auto", "what becomes of who gives way: copied to host memory while there is room, "
                                    "computed again, or the cheaper of the two", choices=PREEMPTION_MODES)  # fmt: skip
+    enable_prefix_caching: bool = setting(True, "find what was computed of prefixes before, with --shared-prefixes")
     message_ms: float = setting(2.0, "how long a report or a command is under way", minimum=0, maximum=10_000)
 
-    def spec(self) -> SimulatedWorkerSpec:
-        """Each worker."""
+    def spec(self, *, has_prefixes: bool = False) -> SimulatedWorkerSpec:
+        """Each worker; `has_prefixes`: there is something to find in its prefix cache."""
         return SimulatedWorkerSpec(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -71,11 +79,12 @@ class WorkersConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
             num_swap_blocks=self.swap_blocks,
             preemption_mode=self.preemption_mode,
+            has_prefix_cache=self.enable_prefix_caching and has_prefixes,
         )
 
-    def autoscaling(self, config: AutoscaleConfig | None) -> Autoscaling | None:
-        """How workers come and go; None: they don't."""
-        return None if config is None else Autoscaling(config=config, spec=self.spec(), start_s=self.start_s)
+    def autoscaling(self, config: AutoscaleConfig | None, spec: SimulatedWorkerSpec) -> Autoscaling | None:
+        """How workers, all as `spec`, come and go; None: they don't."""
+        return None if config is None else Autoscaling(config=config, spec=spec, start_s=self.start_s)
 
     def cost(self) -> CostModel:
         """What its steps and messages take."""
@@ -97,7 +106,15 @@ class SimulateConfig:
                           "that are not the default replace the settings in the log")  # fmt: skip
     json: str = setting("", "also write all figures to this file")
     plot: str = setting("", "also write a plot of queue, KV cache and tenants over time to this folder")
+    tokens_per_sequence: float = setting(float(TOKENS_PER_SEQUENCE), "with --shared-prefixes, tokens of a prefix that "
+                                         "make up for one sequence more on a worker; 0: go where the prefix is, 1e9: "
+                                         "where fewest run", minimum=0, maximum=1e9)  # fmt: skip
     traffic: TrafficConfig = field(default_factory=TrafficConfig)
     fleet: WorkersConfig = field(default_factory=WorkersConfig)
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
+
+    def policy(self) -> PolicyConfig:
+        """The scheduler's."""
+        policy = policy_config(SchedulerConfig(scheduling=self.scheduling, scaling=self.scaling))
+        return replace(policy, tokens_per_sequence=self.tokens_per_sequence)

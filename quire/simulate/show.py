@@ -17,11 +17,14 @@ MAX_LINES = 6
 def format_summary(figures: dict[str, Any]) -> str:
     """A few lines."""
     ended = ", ".join(f"{count:,} {reason}" for reason, count in sorted(figures["ended"].items()))
-    kv, fairness = figures["kv_use_percent"], figures["fairness"]
+    kv, fairness, spread = figures["kv_use_percent"], figures["fairness"], figures["requests_by_worker"]
     lines = [
         f"requests       {figures['requests']:,}: {ended}",
         f"simulated      {figures['simulated_s']:,.1f} s, {figures['steps']:,} steps",
         f"workers        {figures['workers_max']:,} at most, {figures['worker_hours']:,.2f} worker-hours",
+        f"computed       {figures['tokens_computed']:,} tokens; {_number(figures['prefix_hit_percent'])} % of those of "
+        f"admitted requests were found in prefix caches",
+        f"dispatched     {spread['fewest']:,} to {spread['most']:,} requests to each worker",
         f"throughput     {figures['requests_per_s']:,.2f} requests/s, {figures['tokens_per_s']:,.0f} output tokens/s, "
         f"{figures['goodput_tokens_per_s']:,.1f} of finished requests",
         f"KV cache       {_number(kv['mean'])} % in use on average, {_number(kv['max'])} % at most",

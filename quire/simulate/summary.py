@@ -46,6 +46,9 @@ def summarize(
         "tokens_per_s": _ratio(result.num_tokens, span_s),
         "goodput_tokens_per_s": _ratio(_num_finished_tokens(cell), span_s),
         "steps": result.num_steps,
+        "tokens_computed": result.num_computed,
+        "prefix_hit_percent": 100 * _ratio(result.num_found, result.num_queried),
+        "requests_by_worker": _spread(cell),
         "preemptions": len(result.preempted),
         "evictions": result.num_evictions,
         "blocks_swapped_out": result.num_swapped_out,
@@ -106,6 +109,7 @@ def _classes(requests: Sequence[SimulatedRequest], result: SimulationResult) -> 
             "requests": sum(r.priority == priority for r in requests),
             "wait_s_p50": percentile(waits[priority], 50),
             "wait_s_p99": percentile(waits[priority], 99),
+            "ttft_s_mean": _mean(ttfts[priority]),
             "ttft_s_p50": percentile(ttfts[priority], 50),
             "ttft_s_p99": percentile(ttfts[priority], 99),
         }
@@ -117,6 +121,13 @@ def _num_finished_tokens(cell: Simulation) -> int:
     """Output tokens of requests that have finished."""
     records = cell.cell.records
     return sum(sum(records[i].num_tokens) for i, reason in cell.result.ended.items() if reason == "finished")
+
+
+def _spread(cell: Simulation) -> dict[str, int]:
+    """The most and the fewest dispatches that any of the workers that are there has had."""
+    counts = Counter(worker_id for _, worker_id in cell.result.dispatched)
+    each = [counts[worker_id] for worker_id in cell.cell.workers]
+    return {"most": max(each, default=0), "fewest": min(each, default=0)}
 
 
 def _worker_hours(samples: Sequence[Sample]) -> float:

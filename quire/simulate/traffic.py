@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 from random import Random
 
 from quire.simulate.settings import TrafficConfig, WorkersConfig
-from scheduler_svc.simulation_trace import SimulatedRequest
+from scheduler_svc.simulation_trace import SimulatedPrefix, SimulatedRequest
 from shared.errors import ConfigError, shorten
 
 Shares = dict[str, float]
 DAILY_SWING = 0.8
+MAX_PREFIX_NUMBER = 100_000
+"""Prefixes, and tokens of each."""
 
 
 def make_traffic(traffic: TrafficConfig, workers: WorkersConfig) -> list[SimulatedRequest]:
-    """All arrivals in order of time. Raises `ConfigError` for a bad tenant or class."""
+    """All arrivals in order of time. Raises `ConfigError` for a bad tenant, class or number of prefixes."""
     random = Random(traffic.seed)
     tenants = parse_shares("--tenants", traffic.tenants)
     classes = {_priority(name): share for name, share in parse_shares("--classes", traffic.classes).items()}
     names, priorities = list(tenants), list(classes)
+    draw_prefix = _prefix_drawer(traffic)
     return [
         SimulatedRequest(
             arrival_s=arrival_s,
-            prompt_len=_length(random, traffic.prompt_len, traffic.spread),
+            prefix=(prefix := draw_prefix()),
+            prompt_len=(prefix.num_tokens if prefix else 0) + _length(random, traffic.prompt_len, traffic.spread),
             max_tokens=traffic.max_tokens,
             output_len=min(traffic.max_tokens, _length(random, traffic.output_len, traffic.spread)),
             timeout_s=traffic.request_timeout_s,
@@ -57,6 +62,27 @@ def parse_shares(flag: str, given: tuple[str, ...]) -> Shares:
             raise ConfigError(f"{flag}={shorten(text)}: {shorten(name)} is there twice")
         shares[name] = share
     return shares
+
+
+def parse_shared_prefixes(text: str) -> tuple[int, int]:
+    """How many prefixes N:TOKENS says, and how long they are. Raises `ConfigError`."""
+    parts = text.split(":")
+    numbers = [int(p) for p in parts if p.isascii() and p.isdecimal() and len(p) <= len(str(MAX_PREFIX_NUMBER))]
+    if len(parts) != 2 or len(numbers) != 2 or not 1 <= min(numbers) <= max(numbers) <= MAX_PREFIX_NUMBER:
+        raise ConfigError(f"--shared-prefixes={shorten(text)}: must be N:TOKENS, each 1 to {MAX_PREFIX_NUMBER}, as "
+                          "20:512")  # fmt: skip
+    return numbers[0], numbers[1]
+
+
+def _prefix_drawer(traffic: TrafficConfig) -> Callable[[], SimulatedPrefix | None]:
+    """What draws the prefix of a request; one that draws nothing else, so that all else stays as it is without."""
+    if not traffic.shared_prefixes:
+        return lambda: None
+    number, num_tokens = parse_shared_prefixes(traffic.shared_prefixes)
+    prefixes = [SimulatedPrefix(i, num_tokens) for i in range(number)]
+    weights = list(accumulate((i + 1) ** -traffic.prefix_skew for i in range(number)))
+    random = Random(f"prefixes {traffic.seed}")
+    return lambda: random.choices(prefixes, cum_weights=weights)[0]
 
 
 def _positive(text: str) -> float | None:

@@ -1,7 +1,7 @@
 """Which worker gets a request: one with a free sequence slot, then most free blocks, then fewest sequences; but rather
 one that holds a prefix of its prompt, unless load says otherwise:
 
-    score = tokens of the prompt that it holds − TOKENS_PER_SEQUENCE × sequences on it
+    score = tokens of the prompt that it holds − tokens_per_sequence × sequences on it
 
 One request per worker is sent ahead of its slots, and a worker may evict; should another worker be free first, such a
 request is taken back, so that it never waits behind one worker's long runs while others idle; one whose blocks lie in
@@ -20,10 +20,6 @@ from itertools import islice
 from scheduler_svc.policy import admission
 from scheduler_svc.policy.fleet import Fleet
 from scheduler_svc.policy.state import Request, Worker
-
-TOKENS_PER_SEQUENCE = 32
-"""So many tokens of a prompt less to compute make up for one sequence more in the worker's batch: a prefix of 512
-outweighs 15 sequences. Chosen, not measured."""
 
 MAX_LOOKED_AT = 16
 """Workers looked at, of those that could ever hold the request. Those behind have fewer free blocks, so they would be
@@ -57,19 +53,20 @@ def choose_revoked(worker: Worker, waiting: list[Request], fleet: Fleet, max_pre
 def _best_holder(fleet: Fleet, request: Request, emptiest: Worker | None) -> Worker | None:
     """Of those workers that could run `request` at once and hold a prefix of its first prompt, and the `emptiest`, the
     one with the best score."""
-    best, best_score = emptiest, -math.inf if emptiest is None else _score(emptiest, 0)
+    weight = fleet.tokens_per_sequence
+    best, best_score = emptiest, -math.inf if emptiest is None else _score(emptiest, 0, weight)
     holders = fleet.news.prefixes.holders(request.prefixes[0])
     for worker_id in heapq.nlargest(MAX_LOOKED_AT, holders, key=lambda i: holders[i]):
         worker = fleet.workers[worker_id]
-        score = _score(worker, holders[worker_id]) if worker.is_accepting else -math.inf
+        score = _score(worker, holders[worker_id], weight) if worker.is_accepting else -math.inf
         if score > best_score and admission.can_take(worker, request) and admission.has_slots(worker, request):
             best, best_score = worker, score
     return best
 
 
-def _score(worker: Worker, num_blocks: int) -> float:
+def _score(worker: Worker, num_blocks: int, tokens_per_sequence: float) -> float:
     """How good it is, in tokens, to run a request on `worker`, which holds so many of its first blocks."""
-    return num_blocks * worker.hello.block_size - TOKENS_PER_SEQUENCE * admission.load(worker).num_seqs
+    return num_blocks * worker.hello.block_size - tokens_per_sequence * admission.load(worker).num_seqs
 
 
 def _able(workers: Iterator[Worker], request: Request) -> Iterator[Worker]:

@@ -23,7 +23,7 @@ from scheduler_svc import decisions as d
 from scheduler_svc.policy import dispatching, keeping, listing, placement, preemption, yielding
 from scheduler_svc.policy.autoscale import AutoscaleConfig
 from scheduler_svc.policy.deadlines import Deadlines
-from scheduler_svc.policy.fleet import Fleet
+from scheduler_svc.policy.fleet import TOKENS_PER_SEQUENCE, Fleet
 from scheduler_svc.policy.liveness import Watch
 from scheduler_svc.policy.queue import Queue
 from scheduler_svc.policy.sizing import Sizing
@@ -42,7 +42,8 @@ class PolicyConfig:
 
     `aging_s`: a request that has waited this long rises a class; 0: never. `passing_s`: how long smaller ones may pass
     one that does not fit; 0: nobody passes. `ttft_s` and `tpot_s`: targets, which reorder among even tenants only.
-    `autoscale`: how many workers to ask for; None: never ask.
+    `tokens_per_sequence` is what load weighs against prefixes (`placement.py`). `autoscale`: how many workers to ask
+    for; None: never ask.
     """
 
     worker_lease_s: float = 3.0
@@ -58,6 +59,7 @@ class PolicyConfig:
     ttft_s: float = 0.5
     tpot_s: float = 0.05
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    tokens_per_sequence: float = TOKENS_PER_SEQUENCE
     autoscale: AutoscaleConfig | None = None
 
     def rules(self) -> dispatching.DispatchRules:
@@ -349,8 +351,11 @@ class Policy:
             found += self._remove_worker(worker_id)
         return found + (self._refuse(self._queue) if joined or found else [])
 
+    def _make_fleet(self) -> Fleet:
+        return Fleet(self._config.max_preemptions, self._config.tokens_per_sequence)
+
     def _add_worker(self, hello: WorkerHello) -> None:
-        fleet = self._fleets.setdefault(hello.fingerprint, Fleet(self._config.max_preemptions))
+        fleet = self._fleets.setdefault(hello.fingerprint, self._make_fleet())
         worker = self._workers[hello.worker_id] = Worker(hello, self._config.admission_headroom, fleet.news)
         fleet.add(worker)
         self._queue.unpark(hello.fingerprint)

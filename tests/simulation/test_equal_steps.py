@@ -7,10 +7,12 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from scheduler_svc import decisions as d
 from scheduler_svc.simulated_run import Limits, Run, Start, plan_run
-from scheduler_svc.simulation_trace import CostModel, SimulatedRequest, SimulatedWorkerSpec
+from scheduler_svc.simulation_trace import CostModel, SimulatedPrefix, SimulatedRequest, SimulatedWorkerSpec
 from scheduler_svc.simulator import Simulation
 from shared.capacity import blocks_for
+from tests.simulation.test_properties import assert_sound
 
 UNTIL_S = 90.0
 NEVER = Limits(calm_s=1e9, growth_s=1e9, low_blocks=-1)
@@ -33,6 +35,7 @@ requests = st.lists(
         st.none() | times,
         n=st.sampled_from([1, 1, 2, 3]),
         priority=st.sampled_from([0, 0, 1]),
+        prefix=st.none() | st.builds(SimulatedPrefix, st.integers(0, 2), st.sampled_from([8, 40])),
         timeout_s=st.sampled_from([600.0, 5.0]),
     ),
     min_size=1,
@@ -46,6 +49,7 @@ workers = st.lists(
         max_num_seqs=st.integers(1, 8),
         num_swap_blocks=st.sampled_from([0, 5, 60]),
         max_num_batched_tokens=st.sampled_from([4, 64]),
+        has_prefix_cache=st.booleans(),
         start_s=times,
         death_s=st.none() | st.floats(3, 20),
     ),
@@ -64,15 +68,22 @@ costs = st.builds(
 
 
 def run(can_jump: bool, *trace: Any) -> tuple[Any, ...]:
-    """All that can be known of a run: result, each event with its time and decisions, and what is left."""
+    """All that can be known of a run: result, each event with its time and decisions, and what is left. Each block is
+    accounted for at any time."""
     arrivals, specs, cost, changes_s = trace
     heard: list[Any] = []
+
+    def note(cell: Simulation, event: d.Event, decisions: list[d.Decision]) -> None:
+        heard.append((cell.now, event, tuple(decisions)))
+        for worker in cell.cell.workers.values():
+            assert_sound(worker)
+
     cell = Simulation(
         arrivals,
         specs,
         cost=cost,
         leader_changes_s=tuple(changes_s),
-        on_decisions=lambda cell, event, decisions: heard.append((cell.now, event, tuple(decisions))),
+        on_decisions=note,
         can_jump=can_jump,
     )
     result = cell.run(UNTIL_S)

@@ -86,7 +86,10 @@ def _may_end_soon(cell: Simulation, request_id: RequestId, num_tokens: int) -> b
 
 def assert_sound(worker: SimulatedWorker) -> None:
     """Blocks are free or a running one's, those of host memory free or a waiting one's, each once."""
-    assert worker.free_blocks + sum(s.num_blocks - s.num_shared for s in worker.running) == worker.hello.num_blocks
+    own = sum(s.num_blocks - s.num_shared - len(s.prefix) for s in worker.running)
+    in_prefixes = 0 if worker.cache is None else worker.cache.num_used
+    assert worker.free_blocks + own + in_prefixes == worker.hello.num_blocks
+    assert worker.cache is None or 0 <= worker.cache.num_unused <= worker.free_blocks
     assert worker.free_swap_blocks + sum(s.num_swapped for s in worker.waiting) == worker.hello.num_swap_blocks
     assert min(worker.free_blocks, worker.free_swap_blocks) >= 0
     assert not any(s.num_blocks for s in worker.waiting)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_worker.engine.batch_plan import MAX_PLANS_ASIDE
 from gpu_worker.engine.block_pool import BlockPool
 from gpu_worker.engine.engine import EngineBroken
 from gpu_worker.engine.sequence import Sequence, SequenceStatus
@@ -17,6 +16,7 @@ from gpu_worker.engine.step_cost import StepCost
 from gpu_worker.engine.swap import SwapSpace
 from shared.clock import ManualClock
 from shared.ids import RequestId
+from shared.preemption import MAX_PLANS_ASIDE
 from shared.speculation import parse_speculative_config
 from tests.gpu_worker.engine.workload import Driver, make_engine, make_sequence
 from tests.scripted_runner import ScriptedHostMemory, ScriptedRunner, draw_repeating

@@ -33,8 +33,9 @@ def test_the_same_policy_decides_the_same(log: Path) -> None:
 
 def test_other_settings_show_what_would_have_been_decided(log: Path) -> None:
     """A flag that is given should replace the log's setting, be named, and the first difference be shown."""
-    answer = run(f"--replay={log}", "--admission-headroom=200")
+    answer = run(f"--replay={log}", "--admission-headroom=200", "--tokens-per-sequence=8")
     assert answer.returncode == 0, answer.stderr
+    assert "tokens_per_sequence: 32.0 in the log, 8.0 here" in answer.stdout
     assert "admission_headroom: None in the log, 200 here" in answer.stdout
     assert "the first is line " in answer.stdout
     assert "later events are still those that followed what was decided in the log" in answer.stdout

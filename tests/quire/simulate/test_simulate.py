@@ -6,13 +6,15 @@ import json
 import math
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quire.simulate.settings import SimulateConfig, TrafficConfig, WorkersConfig
 from quire.simulate.summary import Took, fairness, summarize
-from quire.simulate.traffic import make_traffic, parse_shares, rate_of
+from quire.simulate.traffic import make_traffic, parse_shared_prefixes, parse_shares, rate_of
 from scheduler_svc.simulation_trace import CostModel, Sample, SimulatedRequest, SimulatedWorkerSpec
 from scheduler_svc.simulator import Simulation
 from shared.errors import ConfigError
@@ -73,6 +75,27 @@ def test_a_full_load_keeps_all_slots_full() -> None:
     assert rate_of(traffic, workers) == pytest.approx(10.0)
 
 
+def test_prompts_share_prefixes_as_often_as_asked_for() -> None:
+    """Prefixes should come by Zipf's law in front of what comes without, and leave all else as it is."""
+    plain = make_traffic(TrafficConfig(requests=5000), WorkersConfig())
+    traffic = TrafficConfig(requests=5000, shared_prefixes="4:64", prefix_skew=1.0)
+    arrivals = make_traffic(traffic, WorkersConfig())
+    assert plain == [replace(r, prefix=None, prompt_len=r.prompt_len - 64) for r in arrivals]
+    counts = Counter(r.prefix.number for r in arrivals if r.prefix is not None)
+    assert counts.total() == 5000
+    for number, share in enumerate((12 / 25, 6 / 25, 4 / 25, 3 / 25)):
+        assert counts[number] / 5000 == pytest.approx(share, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "given", ["5", "5:", ":5", "0:5", "5:0", "-1:5", "a:b", "1:2:3", "1:1000000", "1:" + "9" * 5000]
+)
+def test_bad_prefixes_are_named(given: str) -> None:
+    """What is not N:TOKENS should be refused with flag and text, however long."""
+    with pytest.raises(ConfigError, match=f"--shared-prefixes={given[:20]}.*: must be N:TOKENS"):
+        parse_shared_prefixes(given)
+
+
 @pytest.mark.parametrize("given", ["", ":1", "a:0", "a:-1", "a:x", "a:inf", "a:nan"])
 def test_bad_shares_are_named(given: str) -> None:
     """A share that is no positive number, or nobody's, should be refused with flag and text."""
@@ -95,8 +118,10 @@ def test_figures_of_a_run_worked_out_by_hand() -> None:
     assert figures["tokens_per_s"] == 1.0
     assert figures["steps"] == 8
     row = figures["classes"]["0"]
-    assert (row["requests"], row["wait_s_p50"], row["ttft_s_p50"]) == (2, 2.0, 3.0)
+    assert (row["requests"], row["wait_s_p50"], row["ttft_s_p50"], row["ttft_s_mean"]) == (2, 2.0, 3.0, 3.0)
     assert (row["wait_s_p99"], row["ttft_s_p99"]) == (pytest.approx(3.96), pytest.approx(4.96))
+    assert (figures["tokens_computed"], figures["prefix_hit_percent"]) == (2 * (16 + 3), 0.0)
+    assert figures["requests_by_worker"] == {"most": 2, "fewest": 2}
     # 16 + 4 tokens: the second block holds the 17th
     assert figures["kv_use_percent"]["max"] == 25.0
 
@@ -171,6 +196,7 @@ def test_autoscaled_workers_are_counted(tmp_path: Path) -> None:
         (["--plot", "/dev/null/x"], "--plot=/dev/null/x"),
         (["--max-preemptoins", "1"], "did you mean --max-preemptions?"),
         (["--arrivals", "weekly"], "choose from poisson, bursts, daily"),
+        (["--shared-prefixes", "8"], "--shared-prefixes=8: must be N:TOKENS, each 1 to 100000, as 20:512"),
         (["--autoscale", "8:2"], "--autoscale=8:2: must be MIN:MAX"),
     ],
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gpu_worker.prefix_journal import MAX_TOLD, NUM_REPEATED, PrefixJournal
 from shared.prefix import pack, unpack
+from shared.prefix_journal import MAX_TOLD, NUM_REPEATED, PrefixJournal
 
 
 def name(number: int) -> bytes:
