@@ -91,18 +91,17 @@ def scheduling_cost(s: Snapshot) -> Advice | None:
     many = s.settings.max_num_seqs > MANY_SLOTS
     if not is_scheduling_costly(s) or not s.num_slots or (is_at_batch_limit(s) and batch_limit(s) is not None):
         return None
-    flags: tuple[str, ...] = ()
     if many:
-        flags = (f"--max-num-seqs={max(MANY_SLOTS, s.settings.max_num_seqs // 2)}",)
-        why = "smaller batches leave less to do between steps"
+        flag, why = f"--max-num-seqs={max(MANY_SLOTS, s.settings.max_num_seqs // 2)}", "let fewer run at once"
+    elif s.settings.num_threads > 1:
+        flag, why = f"--num-threads={s.settings.num_threads - 1}", "leave a core to scheduler, gateway and Redis"
     else:
-        flags = (f"--num-threads={s.settings.num_threads - 1}",) if s.settings.num_threads > 1 else ()
-        why = "leave a core to scheduler, gateway and Redis"
+        return None  # it has no more than one
     return Advice(
         rule="scheduling-cost",
         group=Group.OTHER,
         title=f"Workers spend {1 - _busy(s):.0%} of their time between steps: {why}",
-        flags=flags if many or s.settings.device == "cpu" else (),
+        flags=(flag,),
         seen=f"{s.worker_seconds:.1f} s of steps in {s.seconds:.0f} s on {s.num_workers} workers, while "
         f"{s.num_waiting:.0f} requests waited",
         gain=f"expected, not measured: at most {1 / max(_busy(s), 0.1):.1f} times the tokens/s",

@@ -1,0 +1,106 @@
+"""Loads on a live cell, and what `quire advise` finds under them."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from quire import cli
+from tests.e2e.cell import Cell
+from tests.faults.streams import follow
+
+SHARED = [7 + i % 300 for i in range(48)]
+MAX_LOOKS = 6
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """So many clients that ask again and again; `body` makes the request of a number, each number once."""
+
+    clients: int
+    body: Callable[[int], dict[str, Any]]
+
+
+def complete(prompt: list[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
+    """A request for so many tokens as a stream."""
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    return {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True} | usage | fields
+
+
+def answer_whole(prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    """The same in one answer, which costs this process less."""
+    return {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+
+
+def sharing(number: int, length: int) -> list[int]:
+    """A prompt that begins as all of these do, and ends with tokens of its own."""
+    return SHARED + [20 + number % 400] * (length - len(SHARED))
+
+
+def strange(number: int, length: int) -> list[int]:
+    """A prompt that begins as no other does."""
+    return [20 + number % 400, 20 + number // 400] * (length // 2)
+
+
+def flags_of(document: Document, *rules: str) -> list[str]:
+    """What these rules say to set."""
+    return [flag for advice in document["advice"] if advice["rule"] in rules for flag in advice["flags"]]
+
+
+def rules_of(document: Document) -> set[str]:
+    return {advice["rule"] for advice in document["advice"]}
+
+
+async def look(cell: Cell, *flags: str, seconds: float = 1.5) -> Document:
+    """What `quire advise FLAGS` finds in the next seconds."""
+    argv = ["advise", f"--base-url={cell.url}", f"--seconds={seconds}", "--json", *flags]
+    with redirect_stdout(io.StringIO()) as shown:
+        assert await asyncio.to_thread(cli.main, argv) == 0
+    document: Document = json.loads(shown.getvalue())
+    return document
+
+
+async def hear(
+    cell: Cell, load: Load, *flags: str, speak: Iterable[str] = (), rest: Iterable[str] = (),
+    until: Callable[[Document], bool] = bool,
+) -> Document:  # fmt: skip
+    """What is found under `load` as soon as all rules of `speak` speak, none of `rest` does and `until` holds; after
+    `MAX_LOOKS` whatever is found then. Gauges come with reports, a second or two late, and show a moment."""
+    async with under(cell, load):
+        for _ in range(MAX_LOOKS):
+            document = await look(cell, *flags)
+            found = rules_of(document)
+            if found.issuperset(speak) and found.isdisjoint(rest) and until(document):
+                break
+    return document
+
+
+@asynccontextmanager
+async def under(cell: Cell, load: Load) -> AsyncIterator[None]:
+    """While this lasts."""
+    numbers = itertools.count()
+
+    async def ask(session: aiohttp.ClientSession) -> None:
+        while True:
+            record = await follow(session, f"{cell.url}/v1/completions", load.body(next(numbers)))
+            assert record.status == 200, record.error
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        tasks = [asyncio.create_task(ask(session)) for _ in range(load.clients)]
+        try:
+            yield
+            failed = [task.exception() for task in tasks if task.done()]
+            assert not failed, failed
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
