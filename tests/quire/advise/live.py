@@ -31,14 +31,9 @@ class Load:
 
 
 def complete(prompt: list[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
-    """A request for so many tokens as a stream."""
-    usage = {"stream": True, "stream_options": {"include_usage": True}}
-    return {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True} | usage | fields
-
-
-def answer_whole(prompt: list[int], max_tokens: int) -> dict[str, Any]:
-    """The same in one answer, which costs this process less."""
-    return {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+    """A request for so many tokens in one answer: this process, which shares the machine with the cell, must not be
+    what the cell waits for."""
+    return {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True} | fields
 
 
 def sharing(number: int, length: int) -> list[int]:

@@ -22,7 +22,6 @@ from tests.e2e.conftest import SMALL
 from tests.quire.advise.live import (
     Document,
     Load,
-    answer_whole,
     complete,
     flags_of,
     hear,
@@ -36,15 +35,13 @@ pytestmark = pytest.mark.slow
 StartCell = Callable[..., Cell]
 Heard = dict[str, Document]
 
-CHAT = Load(clients=24, body=lambda i: complete(sharing(i, 60), 40))
+CHAT = Load(clients=24, body=lambda i: complete(sharing(i, 60), 180))
 STRANGERS = Load(clients=6, body=lambda i: complete(strange(i, 200), 4))
 ENDS = list(range(100, 132))
-EARLY = Load(
-    clients=24, body=lambda i: complete(sharing(i, 60), 3000, stop_token_ids=ENDS, temperature=1, seed=i)
-)  # fmt: skip
+EARLY = Load(clients=24, body=lambda i: complete(sharing(i, 60), 3000, stop_token_ids=ENDS, temperature=1, seed=i))
 """They might take 3,000 tokens, and end after 16 on average."""
-CROWD = Load(clients=80, body=lambda i: answer_whole(sharing(i, 60), 60))
-FULL = Load(clients=12, body=lambda i: complete(sharing(i, 60), 300))
+CROWD = Load(clients=80, body=lambda i: complete(sharing(i, 60), 60))
+FULL = Load(clients=16, body=lambda i: complete(sharing(i, 60), 180))
 
 FIRST_RULES = ("prefix-cache-off", "baseline", "block-size", "token-budget", "batch-limit")
 EARLY_RULES = ("idle-blocks", "scheduling-cost")
