@@ -19,6 +19,8 @@ from tests.faults.streams import follow
 
 SHARED = [7 + i % 300 for i in range(48)]
 MAX_LOOKS = 6
+"""Of `LOOK_S` each; of shorter ones as many more."""
+LOOK_S = 1.5
 Document = dict[str, Any]
 
 
@@ -55,7 +57,7 @@ def rules_of(document: Document) -> set[str]:
     return {advice["rule"] for advice in document["advice"]}
 
 
-async def look(cell: Cell, *flags: str, seconds: float = 1.5) -> Document:
+async def look(cell: Cell, *flags: str, seconds: float = LOOK_S) -> Document:
     """What `quire advise FLAGS` finds in the next seconds."""
     argv = ["advise", f"--base-url={cell.url}", f"--seconds={seconds}", "--json", *flags]
     with redirect_stdout(io.StringIO()) as shown:
@@ -66,13 +68,13 @@ async def look(cell: Cell, *flags: str, seconds: float = 1.5) -> Document:
 
 async def hear(
     cell: Cell, load: Load, *flags: str, speak: Iterable[str] = (), rest: Iterable[str] = (),
-    until: Callable[[Document], bool] = bool,
+    until: Callable[[Document], bool] = bool, seconds: float = LOOK_S,
 ) -> Document:  # fmt: skip
     """What is found under `load` as soon as all rules of `speak` speak, none of `rest` does and `until` holds; after
-    `MAX_LOOKS` whatever is found then. Gauges come with reports, a second or two late, and show a moment."""
+    many looks whatever is found then. Gauges come with reports, a second or two late, and show a moment."""
     async with under(cell, load):
-        for _ in range(MAX_LOOKS):
-            document = await look(cell, *flags)
+        for _ in range(round(MAX_LOOKS * LOOK_S / seconds)):
+            document = await look(cell, *flags, seconds=seconds)
             found = rules_of(document)
             if found.issuperset(speak) and found.isdisjoint(rest) and until(document):
                 break
