@@ -70,13 +70,14 @@ async def hear(
     cell: Cell, load: Load, *flags: str, speak: Iterable[str] = (), rest: Iterable[str] = (),
     until: Callable[[Document], bool] = bool, seconds: float = LOOK_S,
 ) -> Document:  # fmt: skip
-    """What is found under `load` as soon as all rules of `speak` speak, none of `rest` does and `until` holds; after
-    many looks whatever is found then. Gauges come with reports, a second or two late, and show a moment."""
+    """What is found under `load` as soon as all rules of `speak` speak, none of `rest` does, `until` holds and
+    requests have ended; after many looks whatever is found then. Gauges come with reports, a second or two late, and
+    show a moment."""
     async with under(cell, load):
         for _ in range(round(MAX_LOOKS * LOOK_S / seconds)):
             document = await look(cell, *flags, seconds=seconds)
-            found = rules_of(document)
-            if found.issuperset(speak) and found.isdisjoint(rest) and until(document):
+            found, has_ended = rules_of(document), document["snapshot"]["num_ended"] > 0
+            if found.issuperset(speak) and found.isdisjoint(rest) and has_ended and until(document):
                 break
     return document
 

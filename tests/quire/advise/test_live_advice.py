@@ -42,7 +42,7 @@ EARLY = Load(clients=24, body=lambda i: complete(sharing(i, 60), 3000, stop_toke
 """They might take 3,000 tokens, and end after 32 on average."""
 HASTE = Load(clients=100, body=lambda i: complete(sharing(i, 60), 4))
 CROWD = Load(clients=80, body=lambda i: complete(sharing(i, 60), 60))
-FULL = Load(clients=16, body=lambda i: complete(sharing(i, 60), 180))
+FULL = Load(clients=16, body=lambda i: complete(strange(i, 150), 90))
 
 FIRST_RULES = ("prefix-cache-off", "baseline", "block-size", "token-budget", "batch-limit")
 FIRST = ("--no-enable-prefix-caching", "--batching=static", "--block-size=64", "--max-num-batched-tokens=32",
@@ -81,7 +81,7 @@ def second(first: Heard, model_folder: Path, tmp_path_factory: pytest.TempPathFa
             "chat": await hear(cell, CHAT, half_of(first["chat"], "ttft"), rest=cured, until=finds_prefixes),
             "early": await hear(cell, EARLY, speak=["idle-blocks"]),
             "haste": await hear(cell, HASTE, speak=["scheduling-cost"], seconds=0.3),
-            "crowd": await hear(cell, CROWD, "--tpot-target-ms=0.1", speak=["tpot"]),
+            "crowd": await hear(cell, CROWD, "--tpot-target-ms=0.1", speak=["tpot"], until=is_crowded),
         }
 
     with run_cell(model_folder, tmp_path_factory.mktemp("second"), *flags) as cell:
@@ -108,6 +108,11 @@ def third(first: Heard, second: Heard, model_folder: Path, tmp_path_factory: pyt
 def finds_prefixes(document: Document) -> bool:
     """Whether a third of the tokens that were looked up in the time were found."""
     return document["snapshot"]["num_prefix_hits"] > 0.3 * document["snapshot"]["num_prefix_queries"]
+
+
+def is_crowded(document: Document) -> bool:
+    """Whether more than half of 64 slots are taken, and some requests ended while they were."""
+    return document["snapshot"]["num_running"] > 32 and document["snapshot"]["num_tpot"] >= 20
 
 
 def half_of(document: Document, time: str, share: float = 0.5) -> str:

