@@ -62,7 +62,8 @@ def check_url(flag: str, given: str) -> None:
     """Raise `ConfigError`, naming `flag`, unless `given` is the address of a server."""
     url = read_url(given)
     if url is None or url.path.rstrip("/") or url.query:
-        raise ConfigError(f"{flag}={shorten(given)!r}: must be like http://127.0.0.1:8000, without /v1")
+        text = shorten(given if given.isprintable() else ascii(given))
+        raise ConfigError(f"{flag}={text}: must be like http://127.0.0.1:8000, without /v1")
 
 
 def read_url(given: str) -> SplitResult | None:
