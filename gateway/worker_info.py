@@ -45,6 +45,8 @@ def _cache(worker: WorkerHello) -> dict[str, str]:
         "gpu_memory_utilization": settings.get("gpu_memory_utilization", ""),
         "enable_prefix_caching": str(worker.has_prefix_cache),
         "kv_layout": settings.get("kv_layout", ""),
+        "sliding_window": str(worker.window),
+        "preemption_mode": worker.preemption_mode,
     }
 
 
@@ -56,6 +58,7 @@ def _engine(worker: WorkerHello) -> dict[str, str]:
         "max_num_batched_tokens",
         "enable_chunked_prefill",
         "max_step_ms",
+        "num_threads",
         "speculative",
     )
     return {

@@ -273,7 +273,7 @@ def _shown_settings(config: WorkerConfig) -> tuple[tuple[str, str], ...]:
     """What else says how this worker runs."""
     engine = config.engine
     names = ("batching", "kv_layout", "kv_cache_dtype", "gpu_memory_utilization", "max_num_batched_tokens",
-             "enable_chunked_prefill", "max_step_ms")  # fmt: skip
+             "enable_chunked_prefill", "max_step_ms", "num_threads")  # fmt: skip
     shown = tuple((name, str(getattr(engine, name))) for name in names)
     return (*shown, ("quantization", config.model.quantization), ("speculative", str(bool(engine.speculative_config))))
 

@@ -65,7 +65,7 @@ def prefixes_do_not_repeat(s: Snapshot) -> Advice | None:
 def block_size(s: Snapshot) -> Advice | None:
     """The last block of each sequence is half empty on average; large blocks are fewer to keep books of."""
     size, length = s.settings.block_size, s.mean_length
-    if not size or s.num_ended < MIN_ENDED:
+    if not size or s.num_ended < MIN_ENDED or length < 1:
         return None
     if length <= SHORT_TOKENS and size > SHORT_BLOCK:
         wanted, why = SHORT_BLOCK, "sequences are short"
@@ -143,9 +143,9 @@ def preemptions(s: Snapshot) -> Advice | None:
     if s.num_preemptions < 1 or s.num_preemptions < PREEMPTIONS_PER_REQUEST * s.num_ended:
         return None
     flags, ways = [], []
-    if not s.settings.num_swap_blocks:
-        flags.append("--swap-space=4")
-        ways.append("--swap-space keeps who gives way in host memory instead of computing it again")
+    if s.settings.lacks_swap:
+        flags += ["--swap-space=4"] + (["--preemption-mode=auto"] if s.settings.preemption_mode == "recompute" else [])
+        ways.append("--swap-space keeps who gives way in host memory instead")
     if s.settings.max_model_len > 4 * s.mean_length > 0:
         flags.append(f"--max-model-len={_round_up(3 * s.mean_length)}")
         ways.append("a shorter --max-model-len refuses the few that take most of the memory")
@@ -159,8 +159,7 @@ def preemptions(s: Snapshot) -> Advice | None:
         title="Sequences are preempted again and again: more room for them, or fewer",
         flags=tuple(flags),
         seen=_preempted(s),
-        gain="expected, not measured: what is preempted is computed again, which is all of its tokens so far. "
-        + "; ".join(ways),
+        gain="; ".join(["expected, not measured: what is preempted has all of its tokens computed again", *ways]),
         factor=1.2,
     )
 

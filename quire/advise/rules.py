@@ -32,8 +32,11 @@ def advise(snapshot: Snapshot) -> list[Advice]:
 def open_questions(s: Snapshot) -> list[str]:
     """What could not be judged, and why."""
     notes = []
-    if not s.settings.max_num_seqs:
+    if not s.settings.max_num_seqs and "max_num_seqs" not in s.settings.differing:
         notes.append("the workers do not say how they are set: rules that ask for a setting were left out")
+    if s.settings.differing:
+        named = ", ".join(s.settings.differing)
+        notes.append(f"the workers are not set alike ({named}): rules that ask for these were left out")
     if s.num_ended < memory.MIN_ENDED:
         notes.append(
             f"only {s.num_ended:.0f} requests ended: too few to judge block size and latency; look while there is load"

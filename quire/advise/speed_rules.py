@@ -9,8 +9,6 @@ from quire.advise.advice import Advice, Group
 from quire.advise.memory_rules import LOW_USAGE
 from quire.advise.snapshot import Snapshot
 
-MAX_TTFT_S = 0.5
-MAX_TPOT_S = 0.05
 MIN_COUNT = 3
 """Requests that a mean time must be of."""
 MIN_BUDGET, MAX_BUDGET = 2_048, 4_096
@@ -49,13 +47,13 @@ def is_at_batch_limit(s: Snapshot) -> bool:
 
 
 def batch_limit(s: Snapshot) -> Advice | None:
-    """Few slots make scheduling dear, too: the same work between steps for fewer tokens."""
-    is_too_many = is_scheduling_costly(s) and s.settings.max_num_seqs > MANY_SLOTS
-    if not is_at_batch_limit(s) or is_too_many or s.settings.max_num_seqs >= MAX_SLOTS:
+    """Few slots make scheduling dear, too: the same work between steps for fewer tokens. Many do so as well, so where
+    it is dear there is no more to be had than `MANY_SLOTS`."""
+    now, most = s.settings.max_num_seqs, MANY_SLOTS if is_scheduling_costly(s) else MAX_SLOTS
+    if not is_at_batch_limit(s) or now >= most:
         return None
-    now = s.settings.max_num_seqs
     by_blocks = now * LOW_USAGE / max(s.usage, 1 / MAX_SLOTS)
-    wanted = min(MAX_SLOTS, max(2 * now, 2 ** int(by_blocks).bit_length() // 2))
+    wanted = min(most, max(2 * now, 2 ** int(by_blocks).bit_length() // 2))
     return Advice(
         rule="batch-limit",
         group=Group.OTHER,
@@ -69,8 +67,8 @@ def batch_limit(s: Snapshot) -> Advice | None:
 
 
 def idle_blocks(s: Snapshot) -> Advice | None:
-    """Neither slots nor blocks are what is missing."""
-    if s.num_waiting < 1 or s.usage >= LOW_USAGE or not s.num_slots or s.num_running >= s.num_slots:
+    """Neither slots nor blocks are what is missing; that of many slots a few are free for a moment says nothing."""
+    if s.num_waiting < 1 or s.usage >= LOW_USAGE or s.num_running >= LOW_USAGE * s.num_slots:
         return None
     return Advice(
         rule="idle-blocks",
@@ -85,20 +83,25 @@ def idle_blocks(s: Snapshot) -> Advice | None:
 
 
 def is_scheduling_costly(s: Snapshot) -> bool:
-    return s.seconds > 0 and s.num_running >= 1 and s.num_waiting >= 1 and _busy(s) < LOW_BUSY
+    """Not where no time of steps is known."""
+    return s.worker_seconds > 0 and s.num_running >= 1 and s.num_waiting >= 1 and 0 < _busy(s) < LOW_BUSY
 
 
 def scheduling_cost(s: Snapshot) -> Advice | None:
     many = s.settings.max_num_seqs > MANY_SLOTS
-    if not is_scheduling_costly(s) or (is_at_batch_limit(s) and not many):
+    if not is_scheduling_costly(s) or not s.num_slots or (is_at_batch_limit(s) and batch_limit(s) is not None):
         return None
-    flag = f"--max-num-seqs={max(MANY_SLOTS, s.settings.max_num_seqs // 2)}" if many else "--num-threads=1"
-    why = "smaller batches leave less to do between steps" if many else "leave a core to scheduler, gateway and Redis"
+    if many:
+        flag, why = f"--max-num-seqs={max(MANY_SLOTS, s.settings.max_num_seqs // 2)}", "let fewer run at once"
+    elif s.settings.num_threads > 1:
+        flag, why = f"--num-threads={s.settings.num_threads - 1}", "leave a core to scheduler, gateway and Redis"
+    else:
+        return None  # it has no more than one
     return Advice(
         rule="scheduling-cost",
         group=Group.OTHER,
         title=f"Workers spend {1 - _busy(s):.0%} of their time between steps: {why}",
-        flags=() if s.settings.is_cuda and not many else (flag,),
+        flags=(flag,),
         seen=f"{s.worker_seconds:.1f} s of steps in {s.seconds:.0f} s on {s.num_workers} workers, while "
         f"{s.num_waiting:.0f} requests waited",
         gain=f"expected, not measured: at most {1 / max(_busy(s), 0.1):.1f} times the tokens/s",
@@ -147,7 +150,7 @@ def first_token(s: Snapshot) -> Advice | None:
     return Advice(
         rule="ttft",
         group=Group.OTHER,
-        title=f"The first token takes {s.ttft_s * 1e3:.0f} ms, more than {MAX_TTFT_S * 1e3:.0f}",
+        title=f"The first token takes {s.ttft_s * 1e3:.0f} ms, more than {s.max_ttft_s * 1e3:.0f}",
         flags=flags,
         seen=f"mean of {s.num_ttft:.0f} requests; {s.num_waiting:.0f} wait now",
         gain=f"expected, not measured: {way}",
@@ -158,8 +161,9 @@ def first_token(s: Snapshot) -> Advice | None:
 def next_token(s: Snapshot) -> Advice | None:
     if not _is_slow_to_go_on(s):
         return None
-    flags, gain = (f"--max-num-seqs={max(1, s.settings.max_num_seqs // 2)}",), "fewer sequences a step"
-    if not s.settings.is_cuda and s.settings.quantization in ("", "none"):
+    half, gain = s.settings.max_num_seqs // 2, "expected, not measured: fewer sequences a step"
+    flags = (f"--max-num-seqs={half}",) if half else ()
+    if s.settings.device == "cpu" and s.settings.quantization == "none":
         flags = ("--quantization=int8",)
         gain = "measured in README (q05b, w1): 13.4 ms a token instead of 28.2 with int8 weights, 11.0 with int4"
     elif s.settings.has_drafts is False and s.num_running <= MIN_COUNT:
@@ -168,7 +172,7 @@ def next_token(s: Snapshot) -> Advice | None:
     return Advice(
         rule="tpot",
         group=Group.OTHER,
-        title=f"A token takes {s.tpot_s * 1e3:.0f} ms, more than {MAX_TPOT_S * 1e3:.0f}",
+        title=f"A token takes {s.tpot_s * 1e3:.0f} ms, more than {s.max_tpot_s * 1e3:.0f}",
         flags=flags,
         seen=f"mean of {s.num_tpot:.0f} requests, {s.num_running:.0f} running",
         gain=f"{gain}. If prompts come in between, a lower --max-step-ms shortens the stalls",
@@ -177,13 +181,13 @@ def next_token(s: Snapshot) -> Advice | None:
 
 
 def _busy(s: Snapshot) -> float:
-    """Share of the workers' time in steps."""
-    return min(1.0, s.worker_seconds / (s.seconds * s.num_workers))
+    """Share of the workers' time in steps; 0: not known."""
+    return min(1.0, s.worker_seconds / (s.seconds * s.num_workers)) if s.seconds else 0.0
 
 
 def _is_slow_to_begin(s: Snapshot) -> bool:
-    return s.num_ttft >= MIN_COUNT and s.ttft_s > MAX_TTFT_S
+    return s.num_ttft >= MIN_COUNT and s.ttft_s > s.max_ttft_s
 
 
 def _is_slow_to_go_on(s: Snapshot) -> bool:
-    return s.num_tpot >= MIN_COUNT and s.tpot_s > MAX_TPOT_S
+    return s.num_tpot >= MIN_COUNT and s.tpot_s > s.max_tpot_s

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 
@@ -60,9 +60,20 @@ def _check(settings: BenchConfig) -> None:
 
 def check_url(flag: str, given: str) -> None:
     """Raise `ConfigError`, naming `flag`, unless `given` is the address of a server."""
-    url = urlsplit(given)
-    if url.scheme not in ("http", "https") or not url.hostname or url.path.rstrip("/"):
-        raise ConfigError(f"{flag}={shorten(given)}: must be like http://127.0.0.1:8000, without /v1")
+    url = read_url(given)
+    if url is None or url.path.rstrip("/") or url.query:
+        text = shorten(given if given.isprintable() else ascii(given))
+        raise ConfigError(f"{flag}={text}: must be like http://127.0.0.1:8000, without /v1")
+
+
+def read_url(given: str) -> SplitResult | None:
+    """The parts of an address over HTTP; None: it is none."""
+    try:
+        url = urlsplit(given)
+        is_good = url.scheme in ("http", "https") and bool(url.hostname) and (url.port or 1) > 0
+    except ValueError:
+        return None
+    return url if is_good and given.isascii() and given.isprintable() and " " not in given else None
 
 
 async def measure(settings: BenchConfig) -> list[dict[str, Any]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from quire.advise.command import look
 from quire.bench.model_shapes import SHAPES
 from quire.bench.random_model import write_random_model
 from tests.e2e.cell import Cell
@@ -23,7 +25,8 @@ PROMPTS = [[(7 * i + number) % 490 for i in range(length)] for number, length in
 
 @pytest.mark.slow
 async def test_long_requests_run_in_the_blocks_of_their_window(start_cell: Callable[..., Cell], tmp_path: Path) -> None:
-    """Requests of up to 1,564 tokens should be let in by a cell whose cache holds 192, with the reference's tokens."""
+    """Requests of up to 1,564 tokens should be let in by a cell whose cache holds 192, with the reference's tokens; and
+    `quire advise` should see that its workers take no --swap-space."""
     shape = replace(SHAPES["test"], architecture="MistralForCausalLM", window=WINDOW)
     folder = write_random_model(shape, tmp_path / "test-mistral")
     cell = start_cell(
@@ -43,3 +46,5 @@ async def test_long_requests_run_in_the_blocks_of_their_window(start_cell: Calla
 
     await wait_until_async(most_used, description="a report of blocks that were used")
     assert await most_used() <= NUM_BLOCKS
+    seen = (await asyncio.to_thread(look, (cell.url + "/metrics",), 0, "")).settings
+    assert (seen.sliding_window, seen.num_swap_blocks, seen.lacks_swap) == (WINDOW, 0, False)

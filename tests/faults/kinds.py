@@ -8,7 +8,8 @@ from typing import Any
 MODEL = "test-llama"
 
 
-def _prompt(seed: int, length: int) -> list[int]:
+def make_prompt(seed: int, length: int) -> list[int]:
+    """Token ids of the test model, the same for the same seed."""
     rng = random.Random(seed)
     return [rng.randrange(10, 500) for _ in range(length)]
 
@@ -16,7 +17,7 @@ def _prompt(seed: int, length: int) -> list[int]:
 def _body(prompt_seed: int, length: int, **fields: Any) -> dict[str, Any]:
     defaults = {
         "model": MODEL,
-        "prompt": _prompt(prompt_seed, length),
+        "prompt": make_prompt(prompt_seed, length),
         "max_tokens": 60,
         "ignore_eos": True,
         "stream": True,
@@ -32,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "seeded": _body(3, 30, temperature=1, seed=7),
     "seeded-top-p": _body(4, 17, temperature=1.3, top_p=0.9, top_k=50, seed=11, presence_penalty=0.5),
     "n-2": _body(5, 25, temperature=1, seed=13, n=2),
-    "two-prompts": _body(6, 25) | {"prompt": [_prompt(61, 9), _prompt(62, 40)]},
+    "two-prompts": _body(6, 25) | {"prompt": [make_prompt(61, 9), make_prompt(62, 40)]},
     "repetition": _body(7, 33, repetition_penalty=1.3, logprobs=2),
     "stop-string": _body(8, 21, temperature=1, seed=5, max_tokens=120, stop=["e"]),
 }

@@ -25,7 +25,8 @@ async def test_says_how_workers_are_set(make_site: SiteMaker) -> None:
     (cache,) = await read_labels(site, "vllm:cache_config_info")
     assert cache == {
         "block_size": "16", "num_gpu_blocks": "64", "num_cpu_blocks": "0", "cache_dtype": "int8",
-        "gpu_memory_utilization": "", "enable_prefix_caching": "True", "kv_layout": "",
+        "gpu_memory_utilization": "", "enable_prefix_caching": "True", "kv_layout": "", "sliding_window": "0",
+        "preemption_mode": "auto",
     }  # fmt: skip
     (engine,) = await read_labels(site, "quire:engine_config_info")
     assert (engine["device"], engine["max_num_seqs"], engine["max_num_batched_tokens"]) == ("cuda", "8", "512")

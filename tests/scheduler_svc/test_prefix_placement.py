@@ -75,6 +75,15 @@ def test_blocks_should_not_be_shared_without_a_cache() -> None:
     assert len(dispatched(cell.submit(*records))) == 2
 
 
+def test_blocks_should_not_be_shared_where_a_window_frees_them() -> None:
+    """A worker that gives back what lies before a window should be counted with all blocks of each: whether those of
+    the others' prefix are still there is not known. One with the same room and no window takes them all."""
+    for window, num_sent in ((129, 2), (0, 4)):
+        cell = make_cell("a", num_blocks=20, window=window, step_tokens=16)
+        records = [bring(f"r{i}", NAMES, i, prompt_len=129, max_tokens=1) for i in range(4)]
+        assert len(dispatched(cell.submit(*records))) == num_sent
+
+
 def test_a_shared_prefix_should_be_counted_again_when_its_users_have_left() -> None:
     """What requests that have ended used should not be held to be there for nothing."""
     cell = make_cell("a", num_blocks=20)

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from gpu_worker.engine.sequence import Sequence
 from shared.capacity import blocks_for, resident_tokens
 from shared.errors import InvalidRequest
-from shared.speculation import parse_speculative_config
+from tests.gpu_worker.engine.random_history import BLOCK_SIZE, RandomHistory, make_sharers
 from tests.gpu_worker.engine.workload import Driver, make_engine, make_sequence
-from tests.scripted_runner import VOCAB_SIZE, ScriptedRunner, draw_repeating
+from tests.scripted_runner import VOCAB_SIZE, ScriptedRunner
 
-POISON = 96
 PREFIX = [(7 * i) % VOCAB_SIZE for i in range(120)]
 
 
@@ -129,38 +128,31 @@ def test_should_give_the_same_tokens_whatever_happens(
     preemptions, failures, priorities, suspects and steps that follow each other: every sequence should give the tokens
     of an undisturbed run, and no slot that a row sees be read that does not hold what it should."""
     rng = random.Random(seed)
-    num_blocks = blocks_for(120, 4, resident_tokens(window, budget)) + spare
-    runner = ScriptedRunner(num_blocks, 4, poison=POISON, draw=draw_repeating, window=window)
-    speculation = parse_speculative_config('{"method": "ngram", "num_speculative_tokens": 3}') if is_drafting else None
-    engine = make_engine(
-        runner, max_num_seqs=6, max_num_batched_tokens=budget, speculation=speculation, has_prefix_cache=True
-    )
-    driver = Driver(engine, runner, budget=budget, goes_on=lambda: rng.random() < 0.6)
-    sequences = [s for number in range(rng.randint(2, 10)) for s in _make_sharers(rng, number)]
-    waiting, gone = list(sequences), set()
-    while waiting or engine.has_work:
-        while waiting and rng.random() < 0.5:
-            engine.add(waiting.pop(0))
-        if rng.random() < 0.1:
-            gone.add(name := rng.choice(sequences).request_id)
-            engine.preempt(name)
-        if engine.has_work:
-            gone.update(request_id for request_id, _ in driver.step().failed)
-    driver.run_until_idle()
-    driver.assert_as_solo([s for s in sequences if s.request_id not in gone and POISON not in s.token_ids])
+    num_blocks = blocks_for(120, BLOCK_SIZE, resident_tokens(window, budget)) + spare
+    history = RandomHistory(
+        rng, num_blocks, budget, is_drafting=is_drafting, window=window,
+        take_out=lambda driver, name: driver.engine.preempt(name),
+    )  # fmt: skip
+    history.run([s for number in range(rng.randint(2, 10)) for s in make_sharers(rng, number, num_samples=(1, 1, 3))])
 
 
-def _make_sharers(rng: random.Random, number: int) -> list[Sequence]:
-    """The samples, mostly one, of a cut of one of two texts and a few tokens of its own."""
-    text = random.Random(rng.randrange(2)).choices(range(POISON), k=80)
-    own = rng.choices(range(POISON), k=rng.choice((1, 1, 1, 5, 20)))
-    own += [POISON] if rng.random() < 0.1 else []
-    prompt, is_alone = text[: 4 * rng.randrange(21)] + own, rng.random() < 0.05
-    priority, max_tokens = rng.randrange(3), rng.randint(1, 15)
-    return [
-        make_sequence(
-            f"r{number:02}", prompt, choice=choice, rank=number, is_alone=is_alone, priority=priority,
-            max_tokens=max_tokens, seed=number,
-        )
-        for choice in range(rng.choice((1, 1, 3)))
-    ]  # fmt: skip
+def test_shared_blocks_should_be_its_own_no_longer_when_they_fall_out() -> None:
+    """A sequence that found its prefix, but for what lies before the window, should be said to share just the blocks it
+    found, fewer as these fall out of the window, and none from then on: all it holds then is free when it leaves."""
+    driver = start(64, window=20)
+    run(driver, make_sequence("a", PREFIX, max_tokens=1))
+    driver.engine.add(sequence := make_sequence("b", [*PREFIX, 1, 2, 3], max_tokens=40))
+    shared = []
+    while driver.engine.has_work:
+        driver.step()
+        held = driver.engine.view().running.get("b")  # type: ignore[call-overload]
+        if held is not None:
+            shared.append(held.num_shared_blocks)
+            held_places = range(sequence.num_freed_blocks, len(sequence.block_ids))
+            assert held.num_shared_blocks == sum(place < 30 for place in held_places), "the first 30 were found"
+            if held.num_shared_blocks == 0:
+                assert held.num_blocks == num_used(driver)
+    assert sequence.num_cached == 120
+    assert (shared[0], shared[-1]) == (4, 0)  # keys 104 .. 119 of the query at 123, in blocks 26 .. 29
+    assert shared == sorted(shared, reverse=True)
+    assert set(shared) == {0, 1, 2, 3, 4}

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from gpu_worker.engine.sequence import Sequence
 from shared.prefix import PrefixNames
-from shared.speculation import parse_speculative_config
+from tests.gpu_worker.engine.random_history import POISON, RandomHistory, make_sharers
 from tests.gpu_worker.engine.workload import Driver, make_engine, make_sequence
-from tests.scripted_runner import VOCAB_SIZE, ScriptedRunner, draw_repeating
+from tests.scripted_runner import VOCAB_SIZE, ScriptedRunner
 
 PREFIX = [(7 * i) % VOCAB_SIZE for i in range(48)]
-POISON = 96
 
 
 def start(num_blocks: int = 64, **settings_: object) -> Driver:
@@ -206,43 +205,10 @@ def test_should_give_the_same_tokens_whatever_is_found(
     that follow each other: every sequence should give the tokens of an undisturbed run, and no slot be read that does
     not hold what it should."""
     rng = random.Random(seed)
-    runner = ScriptedRunner(num_blocks, 4, poison=POISON, draw=draw_repeating)
-    speculation = parse_speculative_config('{"method": "ngram", "num_speculative_tokens": 3}') if is_drafting else None
-    engine = make_engine(
-        runner, max_num_seqs=6, max_num_batched_tokens=budget, speculation=speculation, has_prefix_cache=True
+    history = RandomHistory(
+        rng, num_blocks, budget, is_drafting=is_drafting, take_out=lambda driver, name: driver.engine.drop(name)
     )
-    driver = Driver(engine, runner, budget=budget, goes_on=lambda: rng.random() < 0.6)
-    sequences = [_make_sharer(rng, number) for number in range(rng.randint(2, 14))]
-    waiting, gone = list(sequences), set()
-    while waiting or engine.has_work:
-        while waiting and rng.random() < 0.5:
-            engine.add(waiting.pop(0))
-        if rng.random() < 0.1:
-            gone.add(name := rng.choice(sequences).request_id)
-            engine.drop(name)
-        if engine.has_work:
-            gone.update(request_id for request_id, _ in driver.step().failed)
-    driver.run_until_idle()
-    assert all(POISON in s.token_ids or s.request_id in driver_names(driver, gone) for s in sequences)
-    driver.assert_as_solo([s for s in sequences if s.request_id not in gone])
-
-
-def driver_names(driver: Driver, gone: set[str]) -> set[str]:
-    """Requests that ended, or were taken out."""
-    return {name for name, _ in driver.finish} | gone
-
-
-def _make_sharer(rng: random.Random, number: int) -> Sequence:
-    """A cut of one of two texts and a few tokens of its own, often so that but one is left to compute behind what is
-    found."""
-    text = random.Random(rng.randrange(2)).choices(range(POISON), k=80)
-    own = rng.choices(range(POISON), k=rng.choice((1, 1, 1, 5, 20)))
-    own += [POISON] if rng.random() < 0.1 else []
-    return make_sequence(
-        f"r{number:02}", text[: 4 * rng.randrange(21)] + own, rank=number, is_alone=rng.random() < 0.05,
-        priority=rng.randrange(3), scope=("x",) if rng.random() < 0.05 else (), max_tokens=rng.randint(1, 15),
-        seed=number,
-    )  # fmt: skip
+    history.run([s for number in range(rng.randint(2, 14)) for s in make_sharers(rng, number, scopes=("x",))])
 
 
 def test_names_should_depend_on_all_that_comes_before() -> None:

@@ -19,7 +19,8 @@ from shared.speculation import parse_speculative_config
 GOOD_SETTINGS = WorkerSettings(
     device="cpu", dtype="bfloat16", quantization="int8", batching="continuous", kv_layout="paged",
     kv_cache_dtype="auto", has_prefix_cache=True, has_drafts=False, block_size=16, gpu_memory_utilization=0.9,
-    max_model_len=4096, max_num_seqs=32, max_num_batched_tokens=2048, max_step_ms=150,
+    max_model_len=4096, max_num_seqs=32, max_num_batched_tokens=2048, max_step_ms=150, num_swap_blocks=0,
+    sliding_window=0, preemption_mode="auto", num_threads=2,
 )  # fmt: skip
 GOOD = Snapshot(
     settings=GOOD_SETTINGS, seconds=10, num_workers=1, num_running=20, num_waiting=0, num_blocks=1000, usage=0.85,
@@ -82,11 +83,17 @@ CASES: dict[str, tuple[str, dict[str, object], dict[str, object], tuple[str, ...
                     {"num_running": 32, "num_waiting": 1, "usage": 0.8}, ("--max-num-seqs=64",)),
     "idle blocks": ("idle-blocks", {"num_running": 10, "num_waiting": 1, "usage": 0.79},
                     {"num_running": 10, "num_waiting": 1, "usage": 0.8}, ("--admission-headroom=16",)),
+    "idle slots": ("idle-blocks", {"num_running": 25, "num_waiting": 1, "usage": 0.5},
+                   {"num_running": 26, "num_waiting": 1, "usage": 0.5}, ("--admission-headroom=16",)),
     "scheduling": ("scheduling-cost", {"num_running": 32, "num_waiting": 1, "worker_seconds": 6.9},
                    {"num_running": 32, "num_waiting": 1, "worker_seconds": 7.0}, ("--num-threads=1",)),
     "scheduling, many": ("scheduling-cost", {"num_waiting": 1, "worker_seconds": 1, "max_num_seqs": 256},
                          {"num_waiting": 1, "worker_seconds": 1, "max_num_seqs": 256, "seconds": 0},
                          ("--max-num-seqs=128",)),
+    "scheduling, no time known": ("scheduling-cost", {"num_running": 32, "num_waiting": 1, "worker_seconds": 0.1},
+                                  {"num_running": 32, "num_waiting": 1, "worker_seconds": 0.0}, ("--num-threads=1",)),
+    "scheduling, one thread": ("scheduling-cost", {"num_waiting": 1, "worker_seconds": 1, "num_threads": 4},
+                               {"num_waiting": 1, "worker_seconds": 1, "num_threads": 1}, ("--num-threads=3",)),
     "budget, small": ("token-budget", {"max_num_batched_tokens": 512, "ttft_s": 0.51, "mean_prompt": 600},
                       {"max_num_batched_tokens": 512, "ttft_s": 0.5, "mean_prompt": 600},
                       ("--max-num-batched-tokens=2048",)),
@@ -98,6 +105,10 @@ CASES: dict[str, tuple[str, dict[str, object], dict[str, object], tuple[str, ...
              ("--quantization=int8",)),
     "TPOT, lone": ("tpot", {"tpot_s": 0.051, "num_running": 1}, {"tpot_s": 0.05, "num_running": 1}, ("--speculative",)),
     "TPOT, many": ("tpot", {"tpot_s": 0.051}, {"tpot_s": 0.051, "num_tpot": 2}, ("--max-num-seqs=16",)),
+    "TPOT, one slot": ("tpot", {"tpot_s": 0.051, "max_num_seqs": 1}, {"tpot_s": 0.05, "max_num_seqs": 1}, ()),
+    "TPOT, other target": ("tpot", {"tpot_s": 0.02, "max_tpot_s": 0.01}, {"tpot_s": 0.01, "max_tpot_s": 0.01},
+                           ("--max-num-seqs=16",)),
+    "TTFT, other target": ("ttft", {"ttft_s": 0.2, "max_ttft_s": 0.1}, {"ttft_s": 0.1, "max_ttft_s": 0.1}, ()),
 }  # fmt: skip
 
 
@@ -123,6 +134,7 @@ def test_what_is_advised_can_be_set(
     for advice in advise(change(**bad)):
         config = flags.parse(ServeConfig, list(advice.flags), {}, program="quire serve")
         parse_speculative_config(config.engine.speculative_config)
+        config.engine.check_swap()
         assert advice.seen
         assert advice.gain.startswith(("measured in ", "expected, not measured", "by arithmetic", "not known", "fewer"))
 
@@ -139,9 +151,46 @@ def test_unknown_settings_are_not_guessed() -> None:
     """Where workers do not say how they are set, rules on settings should be silent and the answer say so."""
     unknown = replace(GOOD, settings=WorkerSettings(), mean_prompt=20, num_waiting=5, usage=0.97)
     assert advise(unknown) == []
+    slow = replace(unknown, worker_seconds=1, tpot_s=1, num_preemptions=50, usage=0.1)
+    assert [(advice.rule, advice.flags) for advice in advise(slow)] == [("tpot", ()), ("preemptions", ())]
     assert "do not say how they are set" in open_questions(unknown)[0]
     assert len(open_questions(replace(GOOD, num_ended=0, num_waiting=0))) == 2
     assert open_questions(replace(GOOD, num_waiting=1)) == []
+
+
+SWAP = ("--swap-space=4",)
+
+
+@pytest.mark.parametrize(("settings", "wanted"), [
+    ({}, SWAP),
+    ({"preemption_mode": "recompute"}, (*SWAP, "--preemption-mode=auto")),
+    ({"num_swap_blocks": 8}, ()),
+    ({"sliding_window": 4096}, ()),
+    ({"sliding_window": None}, ()),
+    ({"num_swap_blocks": None}, ()),
+    ({"batching": "static"}, ()),
+    ({"kv_layout": "contiguous"}, ()),
+])  # fmt: skip
+def test_swap_is_advised_only_where_a_worker_starts_with_it(settings: dict[str, object], wanted: object) -> None:
+    """Not where a window frees blocks, nor in what is there to compare with: there workers refuse it; nor where it is
+    there, or is not known to be missing. It should do something where it is set."""
+    found = advise(change(num_preemptions=9, kv_cache_dtype="int8", max_model_len=600, **settings))
+    assert [advice.flags for advice in found if advice.rule == "preemptions"] == [wanted]
+
+
+def test_dear_scheduling_and_few_slots_do_not_contradict() -> None:
+    """With all slots taken and little time in steps, who follows the advice should never be told to go back."""
+    slots = 256
+    for _ in range(8):
+        full = change(max_num_seqs=slots, num_running=slots, num_waiting=9, usage=0.1, worker_seconds=2, num_threads=1)
+        flags = [flag for advice in advise(full) for flag in advice.flags if flag.startswith("--max-num-seqs=")]
+        if not flags:
+            break
+        (flag,) = flags
+        slots = int(flag.partition("=")[2])
+    assert slots == 64
+    few = change(max_num_seqs=2, num_running=2, num_waiting=9, usage=0.1, worker_seconds=2)
+    assert "--max-num-seqs=16" in [flag for advice in advise(few) for flag in advice.flags]
 
 
 def test_every_rule_is_tried() -> None:
