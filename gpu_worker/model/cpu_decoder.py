@@ -210,7 +210,7 @@ class CpuDecoder:
         _add_projection(program, buffers.normed, layer.qkv, buffers.qkv, label="qkv")
         add_rotary_kv(
             program, shape, buffers.all.any_attention, buffers.qkv, cos_sin=self._cos_sin, cache=blocks,
-            scale=shape.kv.head_size**-0.5,
+            scale=self._config.query_scale,
         )  # fmt: skip
 
     def _add_gather(self, program: Program) -> _Flow:

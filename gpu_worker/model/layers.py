@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from gpu_worker.model.config import CheckpointConfig, RopeScaling
+from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.kv_layout import KvCache
 from gpu_worker.model.quantization import quantize
 from kernels.kv_write import WriteSlots, kv_write
@@ -16,7 +15,7 @@ from kernels.linear import linear, pack_weight
 from kernels.paged_attention import PagedBatch, paged_attention
 from kernels.quantized_linear import QuantizedWeight, quantized_linear
 from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.rotary import Turns, make_cos_sin, rotary
+from kernels.rotary import Turns, rotary
 from kernels.silu_mul import silu_mul
 
 
@@ -25,10 +24,11 @@ class StepContext:
     """What the layers of one step share.
 
     Attributes:
-        turns: rotation of each row. slots: where each row is written. batch: the chunks. cache: all layers' blocks.
+        turns: rotations of each row, for each of the model's ropes. slots: where each row is written.
+        batch: the chunks. cache: all layers' blocks.
     """
 
-    turns: Turns
+    turns: Sequence[Turns]
     slots: WriteSlots
     batch: PagedBatch
     cache: KvCache
@@ -80,21 +80,20 @@ class Attention:
         self._layer = layer
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._head_size, self._window = config.head_size, config.windows[layer]
+        self._rope, self._scale = config.rope_ids[layer], config.query_scale
         self._qkv, self._output = qkv, output
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """[rows, hidden] → [rows, hidden]; writes this step's keys and values into the cache."""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
         num_rotated = self._num_heads + self._num_kv_heads
-        rotary(heads[:, :num_rotated], step.turns)
+        rotary(heads[:, :num_rotated], step.turns[self._rope])
         query = heads[:, : self._num_heads]
         keys, values = step.cache.keys(self._layer), step.cache.values(self._layer)
         scales = step.cache.scales(self._layer)
         key, value = heads[:, self._num_heads : num_rotated], heads[:, num_rotated:]
         kv_write(key, value, keys, values, step.slots, scales=scales)
-        mixed = paged_attention(
-            query, keys, values, step.batch, self._head_size**-0.5, kv_scales=scales, window=self._window
-        )
+        mixed = paged_attention(query, keys, values, step.batch, self._scale, kv_scales=scales, window=self._window)
         return self._output(mixed.flatten(1))
 
 
@@ -107,23 +106,3 @@ class GatedMlp:
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, hidden] → [rows, hidden]."""
         return self._down(silu_mul(self._gate_up(x)))
-
-
-def rotary_table(config: CheckpointConfig, num_positions: int, device: torch.device) -> Tensor:
-    """cos and sin of all positions: [num_positions, head_size] float32."""
-    exponents = torch.arange(0, config.head_size, 2, dtype=torch.int64).float() / config.head_size
-    frequencies = 1.0 / (config.rope_theta**exponents)
-    if config.rope_scaling is not None:
-        frequencies = _scale(frequencies, config.rope_scaling)
-    return make_cos_sin(frequencies, num_positions).to(device)
-
-
-def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Stretch rotary frequencies. llama3: long waves are divided by the factor, short ones kept, those between are
-    mixed linearly (Llama 3.1)."""
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    waves_in_original = scaling.original_max_position * frequencies / (2 * math.pi)
-    share = (waves_in_original - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    share = share.clamp(0.0, 1.0)
-    return (1 - share) * frequencies / scaling.factor + share * frequencies

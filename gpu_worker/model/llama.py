@@ -1,23 +1,40 @@
-"""The Llama family's decoder: pre-norm blocks of attention and a gated feed-forward layer."""
+"""Llama, and the decoder that all families share: pre-norm blocks of attention and a gated feed-forward layer. What
+another family has beside that is a switch of `CheckpointConfig`, which its own file sets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu_worker.model.config import CheckpointConfig
+from gpu_worker.model.config import CheckpointConfig, read_decoder, refuse_windows
+from gpu_worker.model.config_reader import ConfigReader
 from gpu_worker.model.inputs import StepInputs
 from gpu_worker.model.kv_layout import KvCache
-from gpu_worker.model.layers import Attention, GatedMlp, Linear, RmsNorm, StepContext, rotary_table
+from gpu_worker.model.layers import Attention, GatedMlp, Linear, RmsNorm, StepContext
 from gpu_worker.model.loader import Checkpoint
 from gpu_worker.model.quantization import QUANTIZATIONS, Quantization
+from gpu_worker.model.rope import rotary_table
 from gpu_worker.model.weights import LayerWeights, read_layer, read_outer
 from kernels.kv_write import WriteSlots
 from kernels.rotary import take_turns
+
+
+def read_llama(reader: ConfigReader) -> CheckpointConfig:
+    """The config of a LlamaForCausalLM."""
+    config = read_decoder(reader)
+    refuse_windows(reader, config)
+    has_attention_bias = reader.flag("attention_bias", False)
+    return replace(
+        config,
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        has_mlp_bias=reader.flag("mlp_bias", False),
+    )
 
 
 class DecoderLayer:
@@ -38,11 +55,11 @@ class Llama:
 
     Args:
         embedding: [vocab, hidden]. head: hidden → vocab.
-        cos_sin: [positions, head_size] float32, from `rotary_table`.
+        cos_sin: of each of the model's ropes, [positions, head_size] float32, from `rotary_table`.
     """
 
     def __init__(
-        self, embedding: Tensor, layers: list[DecoderLayer], *, norm: RmsNorm, head: Linear, cos_sin: Tensor
+        self, embedding: Tensor, layers: list[DecoderLayer], *, norm: RmsNorm, head: Linear, cos_sin: Sequence[Tensor]
     ) -> None:
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
         self._cos_sin = cos_sin
@@ -50,7 +67,7 @@ class Llama:
     def forward(self, inputs: StepInputs, cache: KvCache) -> Tensor:
         """Normed hidden states [rows, hidden] of the step's tokens; writes their keys and values into `cache`."""
         step = StepContext(
-            turns=take_turns(self._cos_sin, inputs.positions),
+            turns=[take_turns(cos_sin, inputs.positions) for cos_sin in self._cos_sin],
             slots=WriteSlots(inputs.slots, inputs.batch.block_size),
             batch=inputs.batch,
             cache=cache,
@@ -109,7 +126,7 @@ def load_llama(
         layers,
         norm=RmsNorm(outer.norm, config.rms_norm_eps),
         head=head,
-        cos_sin=rotary_table(config, max_model_len, device),
+        cos_sin=[rotary_table(rope, config.head_size, max_model_len, device) for rope in config.distinct_ropes],
     )
 
 

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from gpu_worker.model.config import RopeScaling, read_config
+from gpu_worker.model.families import read_config
 from gpu_worker.model.loader import fingerprint
+from gpu_worker.model.rope import Rope
 from shared.errors import ConfigError
 from tests.gpu_worker.model.plans import make_runner
 
@@ -65,8 +66,15 @@ def edit(folder: Path, **changes: Any) -> None:
             "layer_types = .* all layers are full_attention",
         ),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized checkpoints are not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported; supported: default"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "'su' is not supported; supported: default, linear"),
+        ({"rope_parameters": "yarn"}, "rope_parameters = 'yarn': must be an object"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor = '4': must be a positive number"),
+        ({"rope_scaling": {"type": "llama3", "high_freq_factor": 1.0}}, "must be more than low_freq_factor = 1.0"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+            "short_factor = .* a list of 8 positive numbers",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: only 1 is supported"),
     ],
 )
 def test_bad_config_is_refused(changes: dict[str, Any], message: str, folder: Path) -> None:
@@ -120,7 +128,7 @@ def test_both_spellings_of_rope(folder: Path) -> None:
     edit(folder, rope_theta=None, rope_scaling=None,
          rope_parameters={"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0})  # fmt: skip
     assert old == read_config(folder)
-    assert old.rope_scaling == RopeScaling(kind="linear", factor=2.0)
+    assert old.ropes == (Rope(kind="linear", theta=5e5, size=16, factor=2.0),) * 2
 
 
 def test_not_a_model_folder(tmp_path: Path) -> None:
