@@ -9,12 +9,14 @@ from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.config_reader import ConfigReader, open_config
 from gpu_worker.model.llama import read_llama
 from gpu_worker.model.mistral import read_mistral
+from gpu_worker.model.phi3 import read_phi3
 from gpu_worker.model.qwen2 import read_qwen2
 from shared.errors import ConfigError, shorten
 
 FAMILIES: dict[str, Callable[[ConfigReader], CheckpointConfig]] = {
     "LlamaForCausalLM": read_llama,
     "MistralForCausalLM": read_mistral,
+    "Phi3ForCausalLM": read_phi3,
     "Qwen2ForCausalLM": read_qwen2,
 }
 

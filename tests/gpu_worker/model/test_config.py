@@ -23,6 +23,8 @@ QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True
 }  # fmt: skip
 
+PHI3: dict[str, Any] = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+
 
 @pytest.fixture
 def folder(llama_folder: Path, tmp_path: Path) -> Path:
@@ -74,6 +76,8 @@ def edit(folder: Path, **changes: Any) -> None:
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
             "short_factor = .* a list of 8 positive numbers",
         ),
+        (PHI3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type = 'linear': only default and longrope"),
+        (PHI3 | {"partial_rotary_factor": 0.1}, "partial_rotary_factor = 0.1: must turn an even number of a head's 16"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: only 1 is supported"),
     ],
 )
@@ -89,6 +93,8 @@ def test_bad_config_is_refused(changes: dict[str, Any], message: str, folder: Pa
     [
         MISTRAL | {"sliding_window": 64},
         MISTRAL,
+        PHI3 | {"sliding_window": 64},
+        PHI3,
         QWEN2 | {"sliding_window": 64, "max_window_layers": 0},
         QWEN2 | {"sliding_window": 64, "max_window_layers": 1},
         QWEN2 | {"sliding_window": 64},
@@ -129,6 +135,16 @@ def test_both_spellings_of_rope(folder: Path) -> None:
          rope_parameters={"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0})  # fmt: skip
     assert old == read_config(folder)
     assert old.ropes == (Rope(kind="linear", theta=5e5, size=16, factor=2.0),) * 2
+
+
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_older_names_of_longrope(name: str, folder: Path) -> None:
+    """A Phi-3 should read the same under each name that its kind of rotary embedding has had."""
+    factors = [1.0 + i / 8 for i in range(8)]
+    scaling = {"type": name, "short_factor": factors, "long_factor": factors}
+    edit(folder, **PHI3, rope_scaling=scaling, original_max_position_embeddings=512)
+    rope = read_config(folder).ropes[0]
+    assert (rope.kind, rope.original_len, rope.factor) == ("longrope", 512, 8.0)
 
 
 def test_not_a_model_folder(tmp_path: Path) -> None:
