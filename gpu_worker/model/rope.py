@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gpu_worker.model.config_reader import ConfigReader
 from kernels.rotary import make_cos_sin
+from shared.context_length import stretched_len
 from shared.errors import ConfigError, shorten
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
@@ -57,7 +58,7 @@ class Rope:
     @property
     def longest_len(self) -> int:
         """Tokens that this kind of stretching reaches, where it says; 0: no more than `max_position_embeddings`."""
-        return int(self.original_len * self.factor) if self.kind in ("dynamic", "yarn") else 0
+        return stretched_len(self.kind, self.factor, self.original_len)
 
     def choice(self, model_len: int) -> str:
         """What depends on the longest text of `model_len` tokens, as a word; empty: nothing does."""

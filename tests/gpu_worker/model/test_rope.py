@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from gateway.model_folder import load_model_folder
 from gpu_worker.model.families import read_config
 from gpu_worker.model.rope import inverse_frequencies, rotary_table
 from shared.errors import ConfigError
@@ -122,3 +123,13 @@ def test_what_depends_on_length_is_chosen_once(
     with pytest.raises(ConfigError, match=r"--max-model-len=213: the model's longest context is 212"):
         make_runner(dynamic, max_model_len=213)
     assert make_runner(dynamic).max_model_len == MAX_POSITION
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gateways_allow_the_same_length(kind: str, llama_folder: Path, tmp_path: Path) -> None:
+    """A gateway should allow texts as long as a worker does."""
+    folder = make_folder(llama_folder, tmp_path / "model", KINDS[kind])
+    expected = {"dynamic": 2 * MAX_POSITION, "yarn": 4 * MAX_POSITION, "yarn betas": 4 * MAX_POSITION,
+                "yarn mscale": 128}.get(kind, MAX_POSITION)  # fmt: skip
+    assert expected == read_config(folder).longest_len
+    assert expected == load_model_folder(folder).longest_text
