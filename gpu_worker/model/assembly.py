@@ -140,6 +140,9 @@ def _capture(
     """The graphs of all decode steps that are not too large; None where there are no graphs or none are wanted."""
     if cache.device.type != "cuda" or engine.enforce_eager:
         return None
+    if not model.has_fixed_shapes:
+        _log.info("graphs.off", why="how many rows each expert gets is known to the card only")
+        return None
     with torch.inference_mode():
         return DecodeGraphs(
             lambda: model.logits(model.forward(inputs, cache)),
@@ -185,6 +188,9 @@ def _load_model(
     checkpoint_config: CheckpointConfig, config: WorkerConfig, *, dtype: torch.dtype, device: torch.device,
     model_len: int,
 ) -> Llama:  # fmt: skip
+    if checkpoint_config.attention_softcap is not None and device.type != "cpu":
+        family = checkpoint_config.architecture
+        raise ConfigError(f"--device=cuda: {family} softcaps attention's scores, which is built for --device=cpu only")
     if config.model.quantization != "none" and device.type != "cpu":
         raise ConfigError(f"--quantization={config.model.quantization} is for --device=cpu in this version")
     checkpoint = Checkpoint(Path(config.model.model), dtype=dtype, device=device)
@@ -204,8 +210,12 @@ def _arithmetic(config: WorkerConfig, dtype: str, kv_dtype: torch.dtype, pool: P
 def _key_cost(config: CheckpointConfig) -> float:
     """Multiplications of a (query, key) pair over those of a token's linears, the head not counted."""
     q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-    attention = config.hidden_size * (2 * q_size + 2 * kv_size)
-    return 2 * q_size / (attention + 3 * config.hidden_size * config.intermediate_size)
+    sizes = [
+        config.intermediate_size if experts is None else experts.num_used * experts.size
+        for experts in config.experts or (None,)
+    ]
+    per_size = config.hidden_size * 3
+    return 2 * q_size / (config.hidden_size * (2 * q_size + 2 * kv_size) + per_size * sum(sizes) / len(sizes))
 
 
 def _capacity(config: WorkerConfig, max_model_len: int) -> StepCapacity:

@@ -18,6 +18,28 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """What a checkpoint calls the weights of a layer's experts; {} stands for an expert's number."""
+
+    router: str
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The experts of a layer: `count` feed-forward layers of `size` inner numbers, of which `num_used` compute a token.
+    `is_normalized`: the shares of those used add up to 1."""
+
+    count: int
+    num_used: int
+    size: int
+    is_normalized: bool
+    names: ExpertNames
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
     """Sizes and switches of a decoder.
 
@@ -26,7 +48,13 @@ class CheckpointConfig:
         dtype: the checkpoint's own, a torch name ("bfloat16").
         windows: of each layer: the query at position p sees the keys p − window + 1 .. p; None: all up to p.
         ropes: of each layer.
-        query_scale: factor of attention's scores.
+        query_scale: factor of attention's scores. attention_softcap, logit_softcap: caps of `kernels.softcap`.
+        embedding_scale: factor of embeddings, rounded to the model's dtype.
+        gate: of the feed-forward layer: "silu" or "gelu_tanh".
+        has_offset_norms: norms multiply by 1 + w, in float32.
+        has_post_norms: what attention and the feed-forward layer give is normed before it is added.
+        experts: of each layer, None: it is dense. Empty: all are.
+        has_qk_norm: each head of queries and of keys is normed before it is turned.
         is_fused: queries, keys and values are one tensor of the checkpoint, gate and up another.
     """
 
@@ -48,6 +76,14 @@ class CheckpointConfig:
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_mlp_bias: bool = False
+    has_qk_norm: bool = False
+    has_offset_norms: bool = False
+    has_post_norms: bool = False
+    gate: str = "silu"
+    embedding_scale: float = 1.0
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    experts: tuple[Experts | None, ...] = ()
     is_fused: bool = False
 
     @property
@@ -111,6 +147,15 @@ def read_decoder(
         windows=(None,) * num_layers,
         ropes=(rope,) * num_layers,
     )
+
+
+def read_experts(reader: ConfigReader, count_key: str, *, size: int, names: ExpertNames) -> Experts:
+    """Experts of `size` inner numbers, as many as `count_key` says."""
+    count, num_used = reader.size(count_key), reader.size("num_experts_per_tok")
+    if num_used > count:
+        reader.fail("num_experts_per_tok", f"there are {count} experts")
+    is_normalized = reader.flag("norm_topk_prob", True)
+    return Experts(count=count, num_used=num_used, size=size, is_normalized=is_normalized, names=names)
 
 
 def refuse_windows(reader: ConfigReader, config: CheckpointConfig) -> None:

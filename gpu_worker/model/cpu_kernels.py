@@ -65,8 +65,17 @@ def open_pool(
 
 def _refuse_what_torch_must(config: CheckpointConfig) -> None:
     """Raise `CpuKernelsUnavailable` for a model that the CPU kernels do not compute."""
-    if len(config.distinct_ropes) > 1:
-        raise CpuKernelsUnavailable(f"{config.architecture} turns some layers' heads otherwise than the others'")
+    lacks = {
+        "experts": any(config.experts),
+        f"gates of {config.gate}": config.gate != "silu",
+        "norms behind attention": config.has_post_norms,
+        "scaled embeddings": config.embedding_scale != 1.0,
+        "softcaps": config.attention_softcap is not None or config.logit_softcap is not None,
+        "layers with another rotary embedding": len(config.distinct_ropes) > 1,
+    }
+    if any(lacks.values()):
+        wanted = ", ".join(name for name, is_wanted in lacks.items() if is_wanted)
+        raise CpuKernelsUnavailable(f"{config.architecture} has {wanted}; the CPU kernels have not")
 
 
 def _load_best(config: WorkerConfig) -> ctypes.CDLL:

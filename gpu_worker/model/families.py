@@ -7,17 +7,27 @@ from pathlib import Path
 
 from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.config_reader import ConfigReader, open_config
+from gpu_worker.model.gemma2 import read_gemma2
+from gpu_worker.model.gemma3 import read_gemma3
 from gpu_worker.model.llama import read_llama
 from gpu_worker.model.mistral import read_mistral
+from gpu_worker.model.mixtral import read_mixtral
 from gpu_worker.model.phi3 import read_phi3
 from gpu_worker.model.qwen2 import read_qwen2
+from gpu_worker.model.qwen3 import read_qwen3
+from gpu_worker.model.qwen3_moe import read_qwen3_moe
 from shared.errors import ConfigError, shorten
 
 FAMILIES: dict[str, Callable[[ConfigReader], CheckpointConfig]] = {
+    "Gemma2ForCausalLM": read_gemma2,
+    "Gemma3ForCausalLM": read_gemma3,
     "LlamaForCausalLM": read_llama,
     "MistralForCausalLM": read_mistral,
+    "MixtralForCausalLM": read_mixtral,
     "Phi3ForCausalLM": read_phi3,
     "Qwen2ForCausalLM": read_qwen2,
+    "Qwen3ForCausalLM": read_qwen3,
+    "Qwen3MoeForCausalLM": read_qwen3_moe,
 }
 
 

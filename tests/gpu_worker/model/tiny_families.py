@@ -35,6 +35,50 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 64,
         "rope_parameters": LONGROPE,
     },
+    "qwen3": SIZES
+    | {
+        "model_type": "qwen3",
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "sliding_window": 40,
+        "max_window_layers": 1,
+    },
+    "mixtral": SIZES
+    | {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 40},
+    "qwen3_moe": SIZES
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": False,
+    },
+    "gemma2": SIZES
+    | {
+        "model_type": "gemma2",
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 2,
+        "sliding_window": 40,
+        "attn_logit_softcapping": 8.0,
+        "final_logit_softcapping": 6.0,
+    },
+    "gemma3": SIZES
+    | {
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 2,
+        "sliding_window": 40,
+        "sliding_window_pattern": 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
 }
 """config.json of each, but for the architecture."""
 
@@ -50,6 +94,11 @@ def write_tiny_model(config: dict[str, Any], folder: Path, *, max_shard_size: st
     with torch.no_grad():
         for name, weight in model.named_parameters():
             centre, spread = _spread(name, weight)
+            if "gemma" in config["model_type"]:
+                if "embed" in name:
+                    spread = 2.0 / weight.shape[1] ** 0.5  # they are scaled by the root of their size
+                elif "post" in name:
+                    centre = 5.0  # else layers add little beside the embedding
             weight.normal_(0.0, spread, generator=generator).add_(centre)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
