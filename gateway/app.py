@@ -166,8 +166,8 @@ def _make_gateway(config: GatewayConfig, bus: Bus, pool: TextPool) -> Gateway:
 
 def _max_model_len(config: GatewayConfig, folder: ModelFolder) -> int:
     asked = config.model.max_model_len
-    if asked is not None and asked > folder.max_position:
-        raise ConfigError(f"--max-model-len={asked}: the model was made for {folder.max_position} tokens")
+    if asked is not None and asked > folder.longest_text:
+        raise ConfigError(f"--max-model-len={asked}: the model was made for {folder.longest_text} tokens")
     return asked or folder.max_position
 
 

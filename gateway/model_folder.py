@@ -14,6 +14,7 @@ import msgspec
 import orjson
 from tokenizers import Tokenizer
 
+from shared.context_length import longest_text
 from shared.errors import ConfigError
 
 _TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -34,7 +35,7 @@ class ModelFolder:
         eos_ids: tokens that end an answer.
         chat_template: Jinja source, None if the model has none.
         template_tokens: `bos_token` and the like, for the template.
-        max_position: tokens that the model was made for.
+        max_position: tokens that the model was made for. longest_text: those that it may be asked for.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ModelFolder:
     chat_template: str | None
     template_tokens: dict[str, str]
     max_position: int
+    longest_text: int
 
 
 def load_model_folder(path: Path) -> ModelFolder:
@@ -64,6 +66,7 @@ def load_model_folder(path: Path) -> ModelFolder:
     tokenizer_config = _read_json(path / "tokenizer_config.json")
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     max_token_id = max(vocab.values())
+    max_position = int(text_config.get("max_position_embeddings") or text_config.get("n_positions") or 2048)
     template_tokens = _template_tokens(tokenizer_config)
     return ModelFolder(
         name=path.resolve().name,
@@ -76,7 +79,8 @@ def load_model_folder(path: Path) -> ModelFolder:
         eos_ids=_eos_ids(path, text_config, tokenizer, template_tokens),
         chat_template=_chat_template(path, tokenizer_config),
         template_tokens=template_tokens,
-        max_position=int(text_config.get("max_position_embeddings") or text_config.get("n_positions") or 2048),
+        max_position=max_position,
+        longest_text=longest_text(text_config, max_position),
     )
 
 

@@ -18,6 +18,7 @@ When which path runs:
   are padded to a multiple of 8. That last number is measured (torch 2.13.0, MKL 2024.2, 1 and 2 threads): batched
   products with 1, 2, 3, 5, 6, 7 or 9 rows differ in their last bits from the same rows among others; multiples of 8
   up to 512 rows over 1 to 64 products are all equal, for head sizes 16, 64, 128.
+* CPU with softcapped scores: the same in every dtype, in float32.
 * CPU, other dtypes: torch's fused attention. All decode rows of similar context go in one call, with the query heads
   of a KV head as its query rows: one query row a head is a trap (16 ms instead of 0.85 ms at 8 sequences of 1024).
 
@@ -39,6 +40,7 @@ from torch import Tensor
 
 from kernels.kv_quantize import KvScales, dequantize_kv
 from kernels.launch import uses_triton
+from kernels.softcap import softcap as softcap_scores
 
 KEY_TILE = 128  # part of the numbers: changing it changes last bits
 _ROW_MULTIPLE = 8
@@ -155,6 +157,7 @@ def paged_attention(
     *,
     kv_scales: KvScales | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of each query row over its sequence's keys up to its own: [rows, heads, head_size], query's dtype.
 
@@ -166,24 +169,32 @@ def paged_attention(
         scale: factor of the scores.
         kv_scales: of caches of int8 or fp8; None for others.
         window: keys that a row sees at most, its own the last of them; None: all up to its own.
+        softcap: scores become softcap · tanh(score / softcap) (`kernels.softcap`); None: they stay. Not on CUDA.
 
     Raises:
-        ValueError: heads is not a multiple of kv_heads, or sizes disagree.
+        ValueError: heads is not a multiple of kv_heads, sizes disagree, or a softcap on CUDA.
     """
     heads, kv_heads = query.shape[1], key_cache.shape[2]
     if heads % kv_heads or query.shape[2] != key_cache.shape[3] or key_cache.shape[1] != batch.block_size:
         raise ValueError(f"query {list(query.shape)} does not fit a cache of {list(key_cache.shape)}")
+    if softcap is not None and query.is_cuda:
+        raise ValueError("no kernel for CUDA softcaps scores")
     if uses_triton(query):
         from kernels.gpu.paged_attention import paged_attention_triton
 
         return paged_attention_triton(query, key_cache, value_cache, batch, scale, kv_scales=kv_scales, window=window)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    attend = _attend_in_tiles if query.dtype == torch.float32 else _attend_fused
+    is_tiled = query.dtype == torch.float32 or softcap is not None
+    dtype = torch.float32 if is_tiled else query.dtype
     for group in batch.groups(window):
-        grouped = query[group.rows].view(group.num_sequences, group.num_rows, heads, -1)
-        keys = _gather(key_cache, None if kv_scales is None else kv_scales.key, group, query.dtype)
-        values = _gather(value_cache, None if kv_scales is None else kv_scales.value, group, query.dtype)
-        out[group.rows] = attend(grouped, keys, values, group, scale).flatten(0, 1)
+        grouped = query[group.rows].view(group.num_sequences, group.num_rows, heads, -1).to(dtype)
+        keys = _gather(key_cache, None if kv_scales is None else kv_scales.key, group, dtype)
+        values = _gather(value_cache, None if kv_scales is None else kv_scales.value, group, dtype)
+        if is_tiled:
+            attended = _attend_in_tiles(grouped, keys, values, group, scale, cap=softcap)
+        else:
+            attended = _attend_fused(grouped, keys, values, group, scale)
+        out[group.rows] = attended.flatten(0, 1).to(out.dtype)
     return out
 
 
@@ -196,6 +207,7 @@ def paged_attention_reference(
     *,
     kv_scales: KvScales | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """The formula, one query row at a time, in float32."""
     if kv_scales is not None:
@@ -213,6 +225,8 @@ def paged_attention_reference(
             position = context - rows + row
             seen = slice(first_key(position, window), position + 1)
             scores = torch.einsum("hd,khd->hk", query[first + row].float(), keys[seen]) * scale
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
             out[first + row] = torch.einsum("hk,khd->hd", scores.softmax(-1), values[seen]).to(out.dtype)
     return out
 
@@ -222,7 +236,9 @@ def first_key(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
-def _attend_in_tiles(query: Tensor, keys: Tensor, values: Tensor, group: _Group, scale: float) -> Tensor:
+def _attend_in_tiles(
+    query: Tensor, keys: Tensor, values: Tensor, group: _Group, scale: float, *, cap: float | None
+) -> Tensor:
     """Online softmax over constant key tiles; see the module's note for why each size is what it is.
 
     Args:
@@ -239,6 +255,8 @@ def _attend_in_tiles(query: Tensor, keys: Tensor, values: Tensor, group: _Group,
     total, mixed = torch.zeros_like(best), torch.zeros_like(folded)
     for tile in range(key_tiles.shape[0]):
         scores = torch.bmm(folded, key_tiles[tile].transpose(1, 2))
+        if cap is not None:
+            scores = softcap_scores(scores, cap)
         if tile * KEY_TILE < group.clear.start or (tile + 1) * KEY_TILE > group.clear.stop:
             is_hidden = ~group.is_visible[:, :, tile * KEY_TILE : (tile + 1) * KEY_TILE]
             view = scores[:, :wanted].view(num_sequences, kv_heads, num_rows, -1, KEY_TILE)

@@ -1,6 +1,7 @@
 """RMS norm: y = x / sqrt(mean(x²) + eps) · w over the last dimension, alone or after adding into the residual.
 
-Layouts: x and residual [rows, hidden], w [hidden]. The mean is taken in float32 whatever the dtype. Every row is
+Layouts: x and residual [rows, hidden], w [hidden]. The mean is taken in float32 whatever the dtype; what is multiplied
+by w is rounded before, unless w is float32 beside another dtype (as models were trained: Llama, Gemma). Every row is
 reduced in an order that depends on `hidden` only. On CUDA the Triton kernel in `kernels/gpu/rms_norm.py` runs.
 """
 
@@ -17,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: [rows, hidden].
-        weight: [hidden], x's dtype.
+        weight: [hidden], x's dtype or float32.
         eps: added to the mean square.
     """
     if x.shape[-1:] != weight.shape:
@@ -40,7 +41,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The formula, in float32, rounded to x's dtype before the weight is applied (as the checkpoints were trained)."""
+    """The formula, in float32, rounded to the weight's dtype before that is applied, and to x's at the end."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    return ((wide * scale).to(weight.dtype) * weight).to(x.dtype)

@@ -10,8 +10,9 @@ import torch
 from gpu_worker.engine.chunks import BatchPlan, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.engine.swap import HostMemory
-from gpu_worker.model.config import CheckpointConfig, read_config
+from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.cpu_kernels import load_cpu_decoder, open_pool
+from gpu_worker.model.families import read_config
 from gpu_worker.model.graphs import CardCapture, DecodeGraphs, graph_sizes
 from gpu_worker.model.host_memory import NUM_STAGED, CardHostMemory, CpuHostMemory, CudaStreams
 from gpu_worker.model.inputs import StepCapacity, StepInputs
@@ -19,9 +20,7 @@ from gpu_worker.model.kv_layout import KV_DTYPES, KvCache, KvGroup, KvLayout
 from gpu_worker.model.kv_memory import KvNeed, KvSize, cpu_default_bytes, cuda_bytes, size_host, size_kv
 from gpu_worker.model.llama import Llama, load_llama
 from gpu_worker.model.loader import Checkpoint, fingerprint
-from gpu_worker.model.mistral import load_mistral
 from gpu_worker.model.quantization import QUANTIZATIONS
-from gpu_worker.model.qwen2 import load_qwen2
 from gpu_worker.model.runner import Decoder, DecoderRunner, ModelCard
 from gpu_worker.model.vocabulary import tokenizer_size
 from gpu_worker.model.weights import ignored_weights
@@ -38,8 +37,6 @@ from shared.messages import SamplingParams
 
 _log = get_log("runner")
 
-LOADERS = {"LlamaForCausalLM": load_llama, "MistralForCausalLM": load_mistral, "Qwen2ForCausalLM": load_qwen2}
-
 
 def load_runner(config: WorkerConfig) -> DecoderRunner:
     """The runner that `config` asks for, its weights loaded and its KV cache made. Sets torch's thread count.
@@ -51,13 +48,11 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
     if engine.num_threads is not None:
         torch.set_num_threads(engine.num_threads)
     folder, device = Path(config.model.model), _device(engine.device)
-    checkpoint_config = read_config(folder)
-    model_len = _model_len(config.model.max_model_len, checkpoint_config)
-    checkpoint_config = without_idle_windows(checkpoint_config, model_len)
+    checkpoint_config, model_len = _read_config(folder, config.model.max_model_len)
     dtype_name = _dtype_name(config.model.dtype, checkpoint_config)
     dtype: torch.dtype = getattr(torch, dtype_name)
     layout = _layout(checkpoint_config, engine, dtype)
-    pool = open_pool(config, layout, dtype) if device.type == "cpu" else None
+    pool = open_pool(config, checkpoint_config, layout, dtype) if device.type == "cpu" else None
     model: Decoder
     if pool is not None:
         layout = replace(layout, is_packed=True)
@@ -66,8 +61,9 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
         model = _load_model(checkpoint_config, config, dtype=dtype, device=device, model_len=model_len)
     window = shared_window(checkpoint_config) or 0
     size = _size_kv(_need(config, layout, window, model_len), config, model, device)
+    arithmetic = _arithmetic(config, dtype_name, layout.dtype, pool) + _rope_choice(checkpoint_config, model_len)
     card = ModelCard(
-        fingerprint=fingerprint(folder, _arithmetic(config, dtype_name, layout.dtype, pool)),
+        fingerprint=fingerprint(folder, arithmetic),
         vocab_size=min(checkpoint_config.vocab_size, tokenizer_size(folder) or checkpoint_config.vocab_size),
         max_model_len=size.max_model_len,
         dtype=dtype_name,
@@ -91,6 +87,13 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
         graphs=_capture(model, cache, inputs, size, engine) if isinstance(model, Llama) else None,
         host_memory=_host_memory(layout, cache, engine.swap_bytes),
     )
+
+
+def _read_config(folder: Path, wanted_len: int | None) -> tuple[CheckpointConfig, int]:
+    """The checkpoint's config, with the windows that count for texts of the second, the longest one in tokens."""
+    config = read_config(folder)
+    model_len = _model_len(wanted_len, config)
+    return without_idle_windows(config, model_len), model_len
 
 
 def _need(config: WorkerConfig, layout: KvLayout, window: int, model_len: int) -> KvNeed:
@@ -137,6 +140,9 @@ def _capture(
     """The graphs of all decode steps that are not too large; None where there are no graphs or none are wanted."""
     if cache.device.type != "cuda" or engine.enforce_eager:
         return None
+    if not model.has_fixed_shapes:
+        _log.info("graphs.off", why="how many rows each expert gets is known to the card only")
+        return None
     with torch.inference_mode():
         return DecodeGraphs(
             lambda: model.logits(model.forward(inputs, cache)),
@@ -164,22 +170,33 @@ def _dtype_name(wanted: str, config: CheckpointConfig) -> str:
 
 
 def _model_len(wanted: int | None, config: CheckpointConfig) -> int:
-    if wanted is not None and wanted > config.max_position:
-        raise ConfigError(f"--max-model-len={wanted}: the model's longest context is {config.max_position}")
+    if wanted is not None and wanted > config.longest_len:
+        raise ConfigError(f"--max-model-len={wanted}: the model's longest context is {config.longest_len}")
     return wanted or config.max_position
+
+
+def _rope_choice(config: CheckpointConfig, model_len: int) -> str:
+    """What of the rotary embedding follows from `model_len`, for the fingerprint; logged. Empty: nothing."""
+    choices = [choice for rope in config.distinct_ropes if (choice := rope.choice(model_len))]
+    if choices:
+        _log.info("rope.chosen", frequencies=", ".join(choices), by=f"--max-model-len={model_len}",
+                  trained_on=max(rope.original_len for rope in config.distinct_ropes))  # fmt: skip
+    return "".join(f" rope {choice}" for choice in choices)
 
 
 def _load_model(
     checkpoint_config: CheckpointConfig, config: WorkerConfig, *, dtype: torch.dtype, device: torch.device,
     model_len: int,
 ) -> Llama:  # fmt: skip
+    if checkpoint_config.attention_softcap is not None and device.type != "cpu":
+        family = checkpoint_config.architecture
+        raise ConfigError(f"--device=cuda: {family} softcaps attention's scores, which is built for --device=cpu only")
     if config.model.quantization != "none" and device.type != "cpu":
         raise ConfigError(f"--quantization={config.model.quantization} is for --device=cpu in this version")
     checkpoint = Checkpoint(Path(config.model.model), dtype=dtype, device=device)
     quantization = QUANTIZATIONS[config.model.quantization]
-    load = LOADERS[checkpoint_config.architecture]
     with torch.inference_mode():
-        model = load(checkpoint_config, checkpoint, model_len, device, quantization)
+        model = load_llama(checkpoint_config, checkpoint, model_len, device, quantization)
     checkpoint.close(ignored=ignored_weights(checkpoint_config))
     return model
 
@@ -193,8 +210,12 @@ def _arithmetic(config: WorkerConfig, dtype: str, kv_dtype: torch.dtype, pool: P
 def _key_cost(config: CheckpointConfig) -> float:
     """Multiplications of a (query, key) pair over those of a token's linears, the head not counted."""
     q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-    attention = config.hidden_size * (2 * q_size + 2 * kv_size)
-    return 2 * q_size / (attention + 3 * config.hidden_size * config.intermediate_size)
+    sizes = [
+        config.intermediate_size if experts is None else experts.num_used * experts.size
+        for experts in config.experts or (None,)
+    ]
+    per_size = config.hidden_size * 3
+    return 2 * q_size / (config.hidden_size * (2 * q_size + 2 * kv_size) + per_size * sum(sizes) / len(sizes))
 
 
 def _capacity(config: WorkerConfig, max_model_len: int) -> StepCapacity:

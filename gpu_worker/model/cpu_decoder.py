@@ -21,6 +21,7 @@ from kernels.cpu.arena import make_buffer
 from kernels.cpu.attention import (
     AttentionBuffers,
     AttentionShape,
+    HeadNorms,
     add_attention,
     add_attention_plan,
     add_rotary_kv,
@@ -208,9 +209,12 @@ class CpuDecoder:
         buffers, shape = self._buffers, self._shape
         self._add_norm(program, layer.input_norm, buffers.all.hidden, buffers.normed)
         _add_projection(program, buffers.normed, layer.qkv, buffers.qkv, label="qkv")
+        head_norms = None
+        if layer.query_norm is not None and layer.key_norm is not None:
+            head_norms = HeadNorms(layer.query_norm, layer.key_norm, self._config.rms_norm_eps)
         add_rotary_kv(
             program, shape, buffers.all.any_attention, buffers.qkv, cos_sin=self._cos_sin, cache=blocks,
-            scale=shape.kv.head_size**-0.5,
+            scale=self._config.query_scale, head_norms=head_norms,
         )  # fmt: skip
 
     def _add_gather(self, program: Program) -> _Flow:

@@ -15,10 +15,10 @@ import torch
 from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.cpu_decoder import CpuDecoder
 from gpu_worker.model.kv_layout import KvLayout
-from gpu_worker.model.layers import rotary_table
 from gpu_worker.model.loader import Checkpoint, fingerprint
 from gpu_worker.model.packed_weights import FORMAT, PackedModel, load_packed, pack_model, save_packed
 from gpu_worker.model.quantization import QUANTIZATIONS
+from gpu_worker.model.rope import rotary_table
 from gpu_worker.model.weights import ignored_weights
 from kernels.cpu.build import CpuKernelsUnavailable, Isa, best_isa, load_library
 from kernels.cpu.program import Pool
@@ -33,7 +33,9 @@ MIN_KEPT_BYTES = 64 << 20
 _log = get_log("cpu_kernels")
 
 
-def open_pool(config: WorkerConfig, layout: KvLayout, dtype: torch.dtype) -> Pool | None:
+def open_pool(
+    config: WorkerConfig, checkpoint_config: CheckpointConfig, layout: KvLayout, dtype: torch.dtype
+) -> Pool | None:
     """Threads for the CPU kernels; None where torch computes.
 
     Args:
@@ -48,6 +50,7 @@ def open_pool(config: WorkerConfig, layout: KvLayout, dtype: torch.dtype) -> Poo
     try:
         if dtype not in (torch.float32, torch.bfloat16):
             raise CpuKernelsUnavailable(f"a model of {dtype}; the CPU kernels have bfloat16 and float32")
+        _refuse_what_torch_must(checkpoint_config)
         layout.kv_shape  # noqa: B018 - raises for what the kernels don't have
         library = _load_best(config) if isa == "auto" else load_library(_cache_folder(config), Isa(isa), _announce)
         return Pool(library, num_threads(config))
@@ -58,6 +61,21 @@ def open_pool(config: WorkerConfig, layout: KvLayout, dtype: torch.dtype) -> Poo
             raise ConfigError(f"--cpu-kernels=on: {error}") from None
         _log.warning("kernels.unavailable", why=error, instead="torch")
         return None
+
+
+def _refuse_what_torch_must(config: CheckpointConfig) -> None:
+    """Raise `CpuKernelsUnavailable` for a model that the CPU kernels do not compute."""
+    lacks = {
+        "experts": any(config.experts),
+        f"gates of {config.gate}": config.gate != "silu",
+        "norms behind attention": config.has_post_norms,
+        "scaled embeddings": config.embedding_scale != 1.0,
+        "softcaps": config.attention_softcap is not None or config.logit_softcap is not None,
+        "layers with another rotary embedding": len(config.distinct_ropes) > 1,
+    }
+    if any(lacks.values()):
+        wanted = ", ".join(name for name, is_wanted in lacks.items() if is_wanted)
+        raise CpuKernelsUnavailable(f"{config.architecture} has {wanted}; the CPU kernels have not")
 
 
 def _load_best(config: WorkerConfig) -> ctypes.CDLL:
@@ -92,7 +110,8 @@ def load_cpu_decoder(
     """
     with torch.inference_mode():
         weights = _load_weights(checkpoint_config, config, dtype)
-        cos_sin = rotary_table(checkpoint_config, model_len, torch.device("cpu"))
+        (rope,) = checkpoint_config.distinct_ropes
+        cos_sin = rotary_table(rope, checkpoint_config.head_size, model_len, torch.device("cpu"))
     return CpuDecoder(checkpoint_config, weights, pool, cos_sin=cos_sin, kv=layout.kv_shape, dtype=dtype)
 
 

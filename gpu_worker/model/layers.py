@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from gpu_worker.model.config import CheckpointConfig, RopeScaling
+from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.kv_layout import KvCache
 from gpu_worker.model.quantization import quantize
+from kernels.gelu_mul import gelu_mul
 from kernels.kv_write import WriteSlots, kv_write
 from kernels.linear import linear, pack_weight
 from kernels.paged_attention import PagedBatch, paged_attention
 from kernels.quantized_linear import QuantizedWeight, quantized_linear
 from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.rotary import Turns, make_cos_sin, rotary
+from kernels.rotary import Turns, rotary
 from kernels.silu_mul import silu_mul
 
 
@@ -25,10 +25,11 @@ class StepContext:
     """What the layers of one step share.
 
     Attributes:
-        turns: rotation of each row. slots: where each row is written. batch: the chunks. cache: all layers' blocks.
+        turns: rotations of each row, for each of the model's ropes. slots: where each row is written.
+        batch: the chunks. cache: all layers' blocks.
     """
 
-    turns: Turns
+    turns: Sequence[Turns]
     slots: WriteSlots
     batch: PagedBatch
     cache: KvCache
@@ -73,57 +74,61 @@ class RmsNorm:
         return add_rms_norm(x, residual, self._weight, self._eps)
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms of each head of queries and of keys."""
+
+    query: RmsNorm
+    key: RmsNorm
+
+    def __call__(self, query: Tensor, key: Tensor) -> None:
+        """Norm the heads of `query` and `key` [rows, heads, head_size] in place."""
+        for heads, norm in ((query, self.query), (key, self.key)):
+            heads.copy_(norm(heads.flatten(0, 1)).view_as(heads))
+
+
 class Attention:
     """Self-attention of layer `layer` over the paged cache, with queries, keys and values from one projection."""
 
-    def __init__(self, config: CheckpointConfig, layer: int, *, qkv: Linear, output: Linear) -> None:
+    def __init__(
+        self, config: CheckpointConfig, layer: int, *, qkv: Linear, output: Linear, head_norms: HeadNorms | None = None
+    ) -> None:
         self._layer = layer
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._head_size, self._window = config.head_size, config.windows[layer]
-        self._qkv, self._output = qkv, output
+        self._rope, self._scale, self._softcap = config.rope_ids[layer], config.query_scale, config.attention_softcap
+        self._qkv, self._output, self._head_norms = qkv, output, head_norms
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """[rows, hidden] → [rows, hidden]; writes this step's keys and values into the cache."""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
         num_rotated = self._num_heads + self._num_kv_heads
-        rotary(heads[:, :num_rotated], step.turns)
-        query = heads[:, : self._num_heads]
+        query, key, value = heads.tensor_split((self._num_heads, num_rotated), dim=1)
+        if self._head_norms is not None:
+            self._head_norms(query, key)
+        rotary(heads[:, :num_rotated], step.turns[self._rope])
         keys, values = step.cache.keys(self._layer), step.cache.values(self._layer)
         scales = step.cache.scales(self._layer)
-        key, value = heads[:, self._num_heads : num_rotated], heads[:, num_rotated:]
         kv_write(key, value, keys, values, step.slots, scales=scales)
         mixed = paged_attention(
-            query, keys, values, step.batch, self._head_size**-0.5, kv_scales=scales, window=self._window
+            query, keys, values, step.batch, self._scale, kv_scales=scales, window=self._window, softcap=self._softcap
         )
         return self._output(mixed.flatten(1))
 
 
-class GatedMlp:
-    """Feed-forward layer: down(silu(gate(x)) · up(x)), gate and up from one projection."""
+_GATES = {"silu": silu_mul, "gelu_tanh": gelu_mul}
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self._gate_up, self._down = gate_up, down
+
+class GatedMlp:
+    """Feed-forward layer: down(activation(gate(x)) · up(x)), gate and up from one projection.
+
+    Args:
+        gate: of `CheckpointConfig`.
+    """
+
+    def __init__(self, gate_up: Linear, down: Linear, gate: str) -> None:
+        self._gate_up, self._down, self._gate = gate_up, down, _GATES[gate]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, hidden] → [rows, hidden]."""
-        return self._down(silu_mul(self._gate_up(x)))
-
-
-def rotary_table(config: CheckpointConfig, num_positions: int, device: torch.device) -> Tensor:
-    """cos and sin of all positions: [num_positions, head_size] float32."""
-    exponents = torch.arange(0, config.head_size, 2, dtype=torch.int64).float() / config.head_size
-    frequencies = 1.0 / (config.rope_theta**exponents)
-    if config.rope_scaling is not None:
-        frequencies = _scale(frequencies, config.rope_scaling)
-    return make_cos_sin(frequencies, num_positions).to(device)
-
-
-def _scale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Stretch rotary frequencies. llama3: long waves are divided by the factor, short ones kept, those between are
-    mixed linearly (Llama 3.1)."""
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    waves_in_original = scaling.original_max_position * frequencies / (2 * math.pi)
-    share = (waves_in_original - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    share = share.clamp(0.0, 1.0)
-    return (1 - share) * frequencies / scaling.factor + share * frequencies
+        return self._down(self._gate(self._gate_up(x)))

@@ -1,36 +1,81 @@
-"""The Llama family's decoder: pre-norm blocks of attention and a gated feed-forward layer."""
+"""Llama, and the decoder that all families share: pre-norm blocks of attention and a gated feed-forward layer. What
+another family has beside that is a switch of `CheckpointConfig`, which its own file sets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu_worker.model.config import CheckpointConfig
+from gpu_worker.model.config import CheckpointConfig, read_decoder, refuse_windows
+from gpu_worker.model.config_reader import ConfigReader
+from gpu_worker.model.experts import ExpertMlp
 from gpu_worker.model.inputs import StepInputs
 from gpu_worker.model.kv_layout import KvCache
-from gpu_worker.model.layers import Attention, GatedMlp, Linear, RmsNorm, StepContext, rotary_table
+from gpu_worker.model.layers import Attention, GatedMlp, HeadNorms, Linear, RmsNorm, StepContext
 from gpu_worker.model.loader import Checkpoint
 from gpu_worker.model.quantization import QUANTIZATIONS, Quantization
-from gpu_worker.model.weights import LayerWeights, read_layer, read_outer
+from gpu_worker.model.rope import rotary_table
+from gpu_worker.model.weights import LayerWeights, MlpWeights, read_layer, read_outer
 from kernels.kv_write import WriteSlots
 from kernels.rotary import take_turns
+from kernels.softcap import softcap
+
+
+def read_llama(reader: ConfigReader) -> CheckpointConfig:
+    """The config of a LlamaForCausalLM."""
+    config = read_decoder(reader)
+    refuse_windows(reader, config)
+    has_attention_bias = reader.flag("attention_bias", False)
+    return replace(
+        config,
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        has_mlp_bias=reader.flag("mlp_bias", False),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNorms:
+    """The norms of a block: before attention, before feed-forward, and in some models behind either."""
+
+    input: RmsNorm
+    mlp: RmsNorm
+    post_attention: RmsNorm | None
+    post_mlp: RmsNorm | None
 
 
 class DecoderLayer:
     """One block: attention, then feed-forward, each behind a norm and added to the residual."""
 
-    def __init__(self, attention: Attention, mlp: GatedMlp, *, input_norm: RmsNorm, mlp_norm: RmsNorm) -> None:
-        self._attention, self._mlp = attention, mlp
-        self._input_norm, self._mlp_norm = input_norm, mlp_norm
+    def __init__(self, attention: Attention, mlp: GatedMlp | ExpertMlp, norms: LayerNorms) -> None:
+        self._attention, self._mlp, self._norms = attention, mlp, norms
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its feed-forward layer is one of experts."""
+        return isinstance(self._mlp, ExpertMlp)
 
     def __call__(self, x: Tensor | None, residual: Tensor, step: StepContext) -> Tensor:
         """This block's last addend [rows, hidden]; `residual` takes in `x` (the block before's) and ours but that."""
-        normed = self._input_norm(residual) if x is None else self._input_norm.add(x, residual)
-        return self._mlp(self._mlp_norm.add(self._attention(normed, step), residual))
+        norms = self._norms
+        attended = self._attention(norms.input(residual) if x is None else norms.input.add(x, residual), step)
+        if norms.post_attention is not None:
+            attended = norms.post_attention(attended)
+        mixed = self._mlp(norms.mlp.add(attended, residual))
+        return mixed if norms.post_mlp is None else norms.post_mlp(mixed)
+
+
+@dataclass(frozen=True, slots=True)
+class OuterScales:
+    """`embedding`: factor of embeddings, 1: none. `logit_softcap`: cap of logits, None: none."""
+
+    embedding: float
+    logit_softcap: float | None
 
 
 class Llama:
@@ -38,24 +83,33 @@ class Llama:
 
     Args:
         embedding: [vocab, hidden]. head: hidden → vocab.
-        cos_sin: [positions, head_size] float32, from `rotary_table`.
+        scales: of embeddings and logits.
+        cos_sin: of each of the model's ropes, [positions, head_size] float32, from `rotary_table`.
     """
 
     def __init__(
-        self, embedding: Tensor, layers: list[DecoderLayer], *, norm: RmsNorm, head: Linear, cos_sin: Tensor
-    ) -> None:
+        self, embedding: Tensor, layers: list[DecoderLayer], *, norm: RmsNorm, head: Linear, scales: OuterScales,
+        cos_sin: Sequence[Tensor],
+    ) -> None:  # fmt: skip
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
-        self._cos_sin = cos_sin
+        self._scales, self._cos_sin = scales, cos_sin
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether a step's launches depend on its sizes only, so that they can be captured; not so with experts."""
+        return not any(layer.has_experts for layer in self._layers)
 
     def forward(self, inputs: StepInputs, cache: KvCache) -> Tensor:
         """Normed hidden states [rows, hidden] of the step's tokens; writes their keys and values into `cache`."""
         step = StepContext(
-            turns=take_turns(self._cos_sin, inputs.positions),
+            turns=[take_turns(cos_sin, inputs.positions) for cos_sin in self._cos_sin],
             slots=WriteSlots(inputs.slots, inputs.batch.block_size),
             batch=inputs.batch,
             cache=cache,
         )
         residual = F.embedding(inputs.token_ids, self._embedding)
+        if self._scales.embedding != 1.0:
+            residual *= self._scales.embedding
         x: Tensor | None = None
         for layer in self._layers:
             x = layer(x, residual, step)
@@ -87,7 +141,8 @@ class Llama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → [rows, vocab] float32."""
-        return self._head(hidden).float()
+        logits, cap = self._head(hidden).float(), self._scales.logit_softcap
+        return logits if cap is None else softcap(logits, cap)
 
 
 def load_llama(
@@ -109,7 +164,8 @@ def load_llama(
         layers,
         norm=RmsNorm(outer.norm, config.rms_norm_eps),
         head=head,
-        cos_sin=rotary_table(config, max_model_len, device),
+        scales=OuterScales(float(outer.embedding.new_tensor(config.embedding_scale)), config.logit_softcap),
+        cos_sin=[rotary_table(rope, config.head_size, max_model_len, device) for rope in config.distinct_ropes],
     )
 
 
@@ -118,19 +174,47 @@ def _find_best(logits: Tensor, vocab_size: int) -> Tensor:
 
 
 def _make_layer(config: CheckpointConfig, weights: LayerWeights, layer: int, kind: str) -> DecoderLayer:
-    gate_up = Linear(_join(weights.gate.weight, weights.up.weight), _join(weights.gate.bias, weights.up.bias), kind)
     attention = Attention(
         config,
         layer,
         qkv=Linear(weights.qkv.weight, weights.qkv.bias, kind),
         output=Linear(weights.output.weight, weights.output.bias, kind),
+        head_norms=_make_head_norms(config, weights),
     )
     return DecoderLayer(
         attention,
-        GatedMlp(gate_up, Linear(weights.down.weight, weights.down.bias, kind)),
-        input_norm=RmsNorm(weights.input_norm, config.rms_norm_eps),
-        mlp_norm=RmsNorm(weights.mlp_norm, config.rms_norm_eps),
+        _make_feed_forward(config, weights, layer, kind),
+        _make_norms(config, weights),
     )
+
+
+def _make_feed_forward(config: CheckpointConfig, weights: LayerWeights, layer: int, kind: str) -> GatedMlp | ExpertMlp:
+    mlps = [_make_mlp(mlp, config.gate, kind) for mlp in weights.mlp]
+    experts = config.experts[layer] if config.experts else None
+    if experts is None or weights.router is None:
+        return mlps[0]
+    return ExpertMlp(experts, Linear(weights.router.weight), mlps)
+
+
+def _make_mlp(weights: MlpWeights, gate_kind: str, kind: str) -> GatedMlp:
+    gate, up, down = weights.gate, weights.up, weights.down
+    gate_up = Linear(_join(gate.weight, up.weight), _join(gate.bias, up.bias), kind)
+    return GatedMlp(gate_up, Linear(down.weight, down.bias, kind), gate_kind)
+
+
+def _make_norms(config: CheckpointConfig, weights: LayerWeights) -> LayerNorms:
+    input_norm, mlp_norm = (RmsNorm(w, config.rms_norm_eps) for w in (weights.input_norm, weights.mlp_norm))
+    post_attention, post_mlp = (
+        None if w is None else RmsNorm(w, config.rms_norm_eps)
+        for w in (weights.post_attention_norm, weights.post_mlp_norm)
+    )
+    return LayerNorms(input=input_norm, mlp=mlp_norm, post_attention=post_attention, post_mlp=post_mlp)
+
+
+def _make_head_norms(config: CheckpointConfig, weights: LayerWeights) -> HeadNorms | None:
+    if weights.query_norm is None or weights.key_norm is None:
+        return None
+    return HeadNorms(*(RmsNorm(weight, config.rms_norm_eps) for weight in (weights.query_norm, weights.key_norm)))
 
 
 @overload

@@ -57,8 +57,8 @@ class Checkpoint:
             raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
         self._files |= dict.fromkeys(file.keys(), file)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`, converted and moved.
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor `name`, converted to `dtype` (the checkpoint's if None) and moved.
 
         Raises:
             ConfigError: it is missing, has another shape, or is no float tensor.
@@ -72,7 +72,7 @@ class Checkpoint:
             raise ConfigError(f"{self._folder}: {name} is {tensor.dtype}; quantized weights are not supported")
         self._taken.add(name)
         self._report_progress()
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor.to(device=self._device, dtype=dtype or self._dtype)
 
     def take_joined(self, names: list[str], shapes: list[tuple[int, ...]]) -> Tensor:
         """Several tensors below one another."""

@@ -30,6 +30,8 @@ from shared.logs import get_log
 
 FORMAT = 1
 """Raise it when the order of panels changes: files of another format are packed again."""
+_NORMS = ("input_norm", "mlp_norm", "query_norm", "key_norm")
+"""Of a layer; not all have all."""
 
 _log = get_log("packed_weights")
 
@@ -44,7 +46,8 @@ class PackedProjection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayer:
-    """One decoder block. `gate_up` alternates panels of gate and up. Norms are float32."""
+    """One decoder block. `gate_up` alternates panels of gate and up. Norms are float32; `query_norm` and `key_norm`
+    [head_size] are there in models that norm heads."""
 
     input_norm: Tensor
     qkv: PackedProjection
@@ -52,6 +55,8 @@ class PackedLayer:
     mlp_norm: Tensor
     gate_up: PackedProjection
     down: PackedProjection
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +149,7 @@ class _Reading:
 
     def _layer(self, name: str) -> PackedLayer:
         parts = {part: self._projection(name + part) for part in ("qkv", "output", "gate_up", "down")}
-        norms = {norm: self._tensor(name + norm) for norm in ("input_norm", "mlp_norm")}
+        norms = {norm: self._tensor(name + norm) for norm in _NORMS if name + norm in self._names}
         return PackedLayer(**norms, **parts)  # type: ignore[arg-type]
 
     def _projection(self, name: str) -> PackedProjection:
@@ -169,7 +174,8 @@ class _Packing:
         self._quantization = quantization
 
     def layer(self, weights: LayerWeights) -> PackedLayer:
-        gate, up = weights.gate, weights.up
+        (mlp,) = weights.mlp
+        gate, up = mlp.gate, mlp.up
         gate_up = Projection(
             weight=interleave(gate.weight, up.weight),
             bias=None if gate.bias is None or up.bias is None else interleave(gate.bias, up.bias),
@@ -180,7 +186,9 @@ class _Packing:
             output=self._projection(weights.output),
             mlp_norm=weights.mlp_norm.float(),
             gate_up=self._projection(gate_up),
-            down=self._projection(weights.down),
+            down=self._projection(mlp.down),
+            query_norm=None if weights.query_norm is None else weights.query_norm.float(),
+            key_norm=None if weights.key_norm is None else weights.key_norm.float(),
         )
 
     def _projection(self, projection: Projection) -> PackedProjection:
@@ -214,8 +222,10 @@ def _flatten(model: PackedModel) -> Iterator[tuple[str, PackedWeight | Tensor]]:
         yield "embedding", model.embedding
     yield "norm", model.norm
     for i, layer in enumerate(model.layers):
-        yield f"layers.{i}.input_norm", layer.input_norm
-        yield f"layers.{i}.mlp_norm", layer.mlp_norm
+        for norm in _NORMS:
+            weight: Tensor | None = getattr(layer, norm)
+            if weight is not None:
+                yield f"layers.{i}.{norm}", weight
         for part in ("qkv", "output", "gate_up", "down"):
             projection: PackedProjection = getattr(layer, part)
             yield f"layers.{i}.{part}", projection.weight

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from gpu_worker.model.config import CheckpointConfig
+from gpu_worker.model.config import CheckpointConfig, Experts
 from gpu_worker.model.loader import Checkpoint
 
 
@@ -19,16 +20,31 @@ class Projection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MlpWeights:
+    """One feed-forward layer."""
+
+    gate: Projection
+    up: Projection
+    down: Projection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One decoder block. `qkv` holds queries, keys and values below one another."""
+    """One decoder block. `qkv` holds queries, keys and values below one another; `query_norm` and `key_norm`
+    [head_size] are there in models that norm heads, `post_attention_norm` and `post_mlp_norm` in those that norm what
+    they add. Norms are factors: where a checkpoint holds them less 1, they are float32. `mlp` are the experts behind
+    `router`, or one dense layer."""
 
     input_norm: Tensor
     qkv: Projection
     output: Projection
     mlp_norm: Tensor
-    gate: Projection
-    up: Projection
-    down: Projection
+    mlp: tuple[MlpWeights, ...]
+    router: Projection | None = None
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    post_attention_norm: Tensor | None = None
+    post_mlp_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,35 +62,127 @@ def read_outer(config: CheckpointConfig, checkpoint: Checkpoint) -> OuterWeights
     embedding = checkpoint.take("model.embed_tokens.weight", vocab)
     return OuterWeights(
         embedding=embedding,
-        norm=checkpoint.take("model.norm.weight", (config.hidden_size,)),
+        norm=_take_norm(config, checkpoint, "model.norm", config.hidden_size),
         head=embedding if config.is_tied else checkpoint.take("lm_head.weight", vocab),
     )
 
 
 def read_layer(config: CheckpointConfig, checkpoint: Checkpoint, layer: int) -> LayerWeights:
-    """The weights of block `layer`."""
-    name, hidden, ffn = f"model.layers.{layer}.", config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-
-    def projection(parts: dict[str, int], in_features: int, has_bias: bool) -> Projection:
-        weight = checkpoint.take_joined(
-            [name + part + ".weight" for part in parts], [(size, in_features) for size in parts.values()]
-        )
-        if not has_bias:
-            return Projection(weight=weight)
-        bias = checkpoint.take_joined([name + part + ".bias" for part in parts], [(size,) for size in parts.values()])
-        return Projection(weight=weight, bias=bias)
-
-    qkv_parts = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
+    """The weights of block `layer`, a head's numbers in the order that `kernels.rotary` turns in."""
+    name, hidden = f"model.layers.{layer}.", config.hidden_size
+    names, q_size = _NAMES[config.is_fused], config.num_heads * config.head_size
+    kv_size = config.num_kv_heads * config.head_size
+    qkv = _read_joined(checkpoint, name, names.qkv, [q_size, kv_size, kv_size], hidden, has_bias=config.has_qkv_bias)
+    output = _read_joined(checkpoint, name, ["self_attn.o_proj"], [hidden], q_size, has_bias=config.has_output_bias)
+    experts, router = config.experts[layer] if config.experts else None, None
+    if experts is None:
+        mlp: tuple[MlpWeights, ...] = (_read_mlp(config, checkpoint, name),)
+    else:
+        mlp, router = _read_experts(experts, checkpoint, name, hidden), _read_router(experts, checkpoint, name, hidden)
     return LayerWeights(
-        input_norm=checkpoint.take(name + "input_layernorm.weight", (hidden,)),
-        qkv=projection(qkv_parts, hidden, config.has_qkv_bias),
-        output=projection({"self_attn.o_proj": hidden}, q_size, config.has_output_bias),
-        mlp_norm=checkpoint.take(name + "post_attention_layernorm.weight", (hidden,)),
-        gate=projection({"mlp.gate_proj": ffn}, hidden, config.has_mlp_bias),
-        up=projection({"mlp.up_proj": ffn}, hidden, config.has_mlp_bias),
-        down=projection({"mlp.down_proj": hidden}, ffn, config.has_mlp_bias),
+        **_read_norms(config, checkpoint, name),
+        qkv=_pair_up(qkv, config, config.ropes[layer].size),
+        output=output,
+        mlp=mlp,
+        router=router,
     )
+
+
+def _read_joined(
+    checkpoint: Checkpoint, layer: str, parts: list[str], sizes: list[int], in_features: int, *, has_bias: bool
+) -> Projection:
+    """Projections of `sizes` outputs below one another, which the checkpoint may hold as one."""
+    sizes = sizes if len(parts) == len(sizes) else [sum(sizes)]
+    weight = checkpoint.take_joined([f"{layer}{part}.weight" for part in parts], [(n, in_features) for n in sizes])
+    if not has_bias:
+        return Projection(weight=weight)
+    return Projection(
+        weight=weight, bias=checkpoint.take_joined([f"{layer}{part}.bias" for part in parts], [(n,) for n in sizes])
+    )
+
+
+def _read_mlp(config: CheckpointConfig, checkpoint: Checkpoint, layer: str) -> MlpWeights:
+    hidden, size, has_bias = config.hidden_size, config.intermediate_size, config.has_mlp_bias
+    names = _NAMES[config.is_fused].gate_up
+    gate, up = _split(_read_joined(checkpoint, layer, names, [size, size], hidden, has_bias=has_bias))
+    down = _read_joined(checkpoint, layer, ["mlp.down_proj"], [hidden], size, has_bias=has_bias)
+    return MlpWeights(gate=gate, up=up, down=down)
+
+
+def _read_experts(experts: Experts, checkpoint: Checkpoint, layer: str, hidden: int) -> tuple[MlpWeights, ...]:
+    names, inner, outer = experts.names, (experts.size, hidden), (hidden, experts.size)
+
+    def take(name: str, expert: int, shape: tuple[int, int]) -> Projection:
+        return Projection(weight=checkpoint.take(f"{layer}{name.format(expert)}.weight", shape))
+
+    return tuple(
+        MlpWeights(gate=take(names.gate, i, inner), up=take(names.up, i, inner), down=take(names.down, i, outer))
+        for i in range(experts.count)
+    )
+
+
+def _read_router(experts: Experts, checkpoint: Checkpoint, layer: str, hidden: int) -> Projection:
+    return Projection(weight=checkpoint.take(f"{layer}{experts.names.router}.weight", (experts.count, hidden)))
+
+
+def _read_norms(config: CheckpointConfig, checkpoint: Checkpoint, layer: str) -> dict[str, Tensor]:
+    """The norms of a layer by their names in `LayerWeights`. `layer`: prefix of its tensors."""
+    names = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if config.has_post_norms:
+        names["mlp_norm"] = "pre_feedforward_layernorm"
+        names |= {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
+    norms = {part: _take_norm(config, checkpoint, layer + name, config.hidden_size) for part, name in names.items()}
+    if config.has_qk_norm:
+        for part, name in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+            norms[part] = _take_norm(config, checkpoint, f"{layer}self_attn.{name}", config.head_size)
+    return norms
+
+
+def _take_norm(config: CheckpointConfig, checkpoint: Checkpoint, name: str, size: int) -> Tensor:
+    if not config.has_offset_norms:
+        return checkpoint.take(name + ".weight", (size,))
+    return 1.0 + checkpoint.take(name + ".weight", (size,), torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What a checkpoint calls the projections that are computed as one."""
+
+    qkv: list[str]
+    gate_up: list[str]
+
+
+_NAMES = {
+    False: _Names(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["mlp.gate_proj", "mlp.up_proj"]),
+    True: _Names(["self_attn.qkv_proj"], ["mlp.gate_up_proj"]),
+}
+"""By whether the checkpoint holds them as one, too."""
+
+
+def _split(projection: Projection) -> tuple[Projection, Projection]:
+    """The upper and the lower half of the outputs, as views."""
+    weights = projection.weight.chunk(2)
+    biases = (None, None) if projection.bias is None else projection.bias.chunk(2)
+    first, second = (Projection(weight=weight, bias=bias) for weight, bias in zip(weights, biases, strict=True))
+    return first, second
+
+
+def _pair_up(qkv: Projection, config: CheckpointConfig, num_turned: int) -> Projection:
+    """`qkv` with the numbers of each query and key head reordered where only the first `num_turned` of them are turned.
+
+    `kernels.rotary` turns number i of a head with number i + head_size / 2. So the turned halves come first in either
+    half of the head, and the others fill it up. Queries and keys change places alike, so their products stay the same.
+    """
+    size = config.head_size
+    if num_turned == size:
+        return qkv
+    numbers = torch.arange(size)
+    turned, still = numbers[:num_turned].chunk(2), numbers[num_turned:].chunk(2)
+    order = torch.cat((turned[0], still[0], turned[1], still[1]))
+    num_rows = (config.num_heads + config.num_kv_heads) * size
+    rows = (torch.arange(0, num_rows, size)[:, None] + order).flatten()
+    rows = torch.cat((rows, torch.arange(num_rows, len(qkv.weight)))).to(qkv.weight.device)
+    return Projection(weight=qkv.weight[rows], bias=None if qkv.bias is None else qkv.bias[rows])
 
 
 def ignored_weights(config: CheckpointConfig) -> tuple[str, ...]:

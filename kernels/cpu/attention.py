@@ -68,6 +68,15 @@ class AttentionBuffers:
     max_partials: int
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms of each head of queries and of keys: weights [head_size] float32, `eps` added to the mean square."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
 def make_buffers(shape: AttentionShape, max_rows: int, max_context: int) -> AttentionBuffers:
     """Buffers for steps of up to `max_rows` rows over contexts of up to `max_context` tokens."""
     splits = -(-max_context // SPLIT)
@@ -99,24 +108,32 @@ def add_rotary_kv(
     cos_sin: Tensor,
     cache: Tensor,
     scale: float,
+    head_norms: HeadNorms | None = None,
 ) -> None:
-    """Rotate queries and keys, and write keys and values into the cache at the rows' slots.
+    """Norm and rotate queries and keys, and write keys and values into the cache at the rows' slots.
 
     Args:
         qkv: [max_rows, qkv_width] float32: queries, keys, values.
         cos_sin: [positions, head_size] float32, from `make_cos_sin`.
         cache: [num_blocks, block_elements] of the storage dtype: one layer's part of every block, any distance apart.
         scale: factor of the scores.
+        head_norms: None: heads are rotated as they are.
     """
+    query_norm, key_norm = (None, None) if head_norms is None else (head_norms.query, head_norms.key)
+    for norm in (query_norm, key_norm):
+        assert norm is None or (norm.dtype, norm.shape) == (torch.float32, (shape.kv.head_size,))
     args = RotaryKvArgs(
         qkv=address(_checked(qkv, torch.float32, shape.qkv_width)),
         cos_sin=address(_checked(cos_sin, torch.float32, shape.kv.head_size)),
         query=address(buffers.query),
+        query_norm=address(query_norm),
+        key_norm=address(key_norm),
+        eps=0.0 if head_norms is None else head_norms.eps,
         heads=shape.heads,
         query_scale=scale * math.log2(math.e),
         **_cache_fields(shape, cache),
     )
-    program.add(OpKind.ROTARY_KV, args, qkv, cos_sin, buffers.query, cache)
+    program.add(OpKind.ROTARY_KV, args, qkv, cos_sin, buffers.query, cache, query_norm, key_norm)
 
 
 def add_attention_plan(program: Program, shape: AttentionShape, buffers: AttentionBuffers) -> None:
@@ -159,16 +176,17 @@ def rotary_kv(
     scale: float,
     positions: Tensor,
     slots: Tensor,
+    head_norms: HeadNorms | None = None,
 ) -> Tensor:
     """Rotated queries times scale · log2(e), [rows, heads, head_size]; `cache` gets keys and values. One op by itself.
 
     Args:
-        qkv, cos_sin, cache, scale: as for `add_rotary_kv`.
+        qkv, cos_sin, cache, scale, head_norms: as for `add_rotary_kv`.
         positions, slots: [rows] int64; slot −1: not written.
     """
     buffers = make_buffers(shape, len(qkv), 1)
     program = Program()
-    add_rotary_kv(program, shape, buffers, qkv, cos_sin=cos_sin, cache=cache, scale=scale)
+    add_rotary_kv(program, shape, buffers, qkv, cos_sin=cos_sin, cache=cache, scale=scale, head_norms=head_norms)
     pool.run(program, Step(num_rows=len(qkv), positions=address(positions), slots=address(slots)))
     return buffers.query
 

@@ -1,46 +1,13 @@
-/* RMS norm of rows, and rows to int8.
- *
- * The squares of a row are added in four vectors, vector after vector, then lane by lane in one tree: an order that
- * depends on `hidden` only.
- */
+/* RMS norm of rows, and rows to int8. */
 #include "ops.h"
+#include "rms.h"
 #include "rows.h"
-
-#include <math.h>
-
-#define NUM_SUMS 4
-
-static float mean_square(const float *x, int64_t width) {
-    floats sums[NUM_SUMS] = {floats_of(0), floats_of(0), floats_of(0), floats_of(0)};
-    int64_t k = 0;
-    for (; k + NUM_SUMS * LANES <= width; k += NUM_SUMS * LANES)
-#pragma GCC unroll 4
-        for (int i = 0; i < NUM_SUMS; i++) {
-            const floats v = load(x + k + i * LANES);
-            sums[i] = multiply_add(v, v, sums[i]);
-        }
-    for (; k < width; k += LANES) {
-        const floats v = load_first(x + k, width - k);
-        sums[0] = multiply_add(v, v, sums[0]);
-    }
-    const floats sum = add(add(sums[0], sums[1]), add(sums[2], sums[3]));
-    return sum_of(sum) / (float)width;
-}
-
-static void normalize(const norm_args *a, const float *x, float *out) {
-    const floats factor = floats_of(1.0f / sqrtf(mean_square(x, a->hidden) + a->eps));
-    for (int64_t k = 0; k < a->hidden; k += LANES) {
-        const int64_t left = a->hidden - k;
-        const floats v = multiply(load_first(x + k, left), factor);
-        store_first(out + k, left, multiply(v, load_first(a->scale + k, left)));
-    }
-}
 
 static void norm_row(const norm_args *a, const float *x, int64_t row) {
     const int64_t size = a->out_dtype == F32 ? 4 : a->out_dtype == BF16 ? 2 : 1;
     char *out = (char *)a->out + row * a->out_stride * size;
     float *wide = a->out_dtype == F32 ? (float *)out : scratch(a->hidden * 4);
-    normalize(a, x, wide);
+    normalize(x, a->scale, a->hidden, a->eps, wide);
     if (a->out_dtype == BF16) narrow_row(wide, (uint16_t *)out, a->hidden);
     if (a->out_dtype == INT8)
         a->out_scales[row] = quantize_row(wide, (int8_t *)out, a->hidden);

@@ -69,17 +69,21 @@ typedef struct linear_args {
     int32_t out_dtype;
 } linear_args;
 
-/* Rotates queries and keys of `qkv` [rows, (heads + 2 kv_heads) · head_size] float by the row's position; queries go
- * to `query` [rows, heads, head_size] in query_dtype(cache_dtype), multiplied by `query_scale` (which is to hold the factor of
- * the scores and log2(e), see attention.c); keys and values go into the cache at the row's slot. */
+/* Of `qkv` [rows, (heads + 2 kv_heads) · head_size] float: norms the heads of queries and keys where there are weights
+ * for it (as OP_NORM), and rotates them by the row's position. Queries go to `query` [rows, heads, head_size] in
+ * query_dtype(cache_dtype), multiplied by `query_scale` (which is to hold the factor of the scores and log2(e), see
+ * attention.c); keys and values go into the cache at the row's slot. */
 typedef struct rotary_kv_args {
     const float *qkv;
     const float *cos_sin; /* [positions, head_size]: cos half, then sin half */
     void *query;
     void *cache; /* one layer's part of the first block, see kv_cache.h */
+    const float *query_norm, *key_norm; /* [head_size], or NULL */
     int64_t heads, kv_heads, head_size, block_size, block_stride /* elements */;
     int32_t cache_dtype;
     float query_scale;
+    float eps;
+    int32_t reserved;
 } rotary_kv_args;
 
 /* Causal attention of the step's chunks over the paged cache, of each row over its last `window` keys, into `out` [rows, out_stride] in `out_dtype` (F32, BF16,

@@ -131,6 +131,8 @@ class RotaryKvArgs(ctypes.Structure):
         ("cos_sin", c_void_p),
         ("query", c_void_p),
         ("cache", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
         ("heads", c_int64),
         ("kv_heads", c_int64),
         ("head_size", c_int64),
@@ -138,6 +140,8 @@ class RotaryKvArgs(ctypes.Structure):
         ("block_stride", c_int64),
         ("cache_dtype", c_int32),
         ("query_scale", c_float),
+        ("eps", c_float),
+        ("reserved", c_int32),
     )
 
 

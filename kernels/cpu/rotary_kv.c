@@ -1,4 +1,5 @@
-/* Rotary position embedding of a step's queries and keys, and the write of its keys and values into the cache.
+/* Norm of heads and rotary position embedding of a step's queries and keys, and the write of its keys and values into
+ * the cache.
  *
  * A head vector (a, b) of two halves becomes (a·cos + b·(−sin), b·cos + a·sin): multiplied, multiplied, added, each
  * rounded to float, the very operations of kernels/rotary.py. bfloat16 is rounded to nearest even (numbers below
@@ -8,10 +9,18 @@
 #include "kv_cache.h"
 #include "kv_quantize.h"
 #include "ops.h"
+#include "rms.h"
 #include "vector.h"
 
 #define ROWS 8 /* of a tile: a block's worth of neighbours would save little, and a few rows should still be shared out */
 #define MAX_HEAD_SIZE 256
+
+/* `x` itself, or its norm in `room` where there is a `weight`. */
+static const float *normed(const rotary_kv_args *a, const float *x, const float *weight, float *room) {
+    if (!weight) return x;
+    normalize(x, weight, a->head_size, a->eps, room);
+    return room;
+}
 
 /* out = x rotated, then multiplied by `scale`. */
 static void rotate(const float *x, const float *cos_sin, int64_t head_size, float scale, float *out) {
@@ -69,14 +78,14 @@ static void write_quantized(const float *key, const float *value, const rotary_k
 }
 
 static void run_row(const rotary_kv_args *a, const step *step, int64_t row) {
-    _Alignas(64) float rotated[MAX_HEAD_SIZE];
+    _Alignas(64) float rotated[MAX_HEAD_SIZE], room[MAX_HEAD_SIZE];
     const int64_t size = a->head_size;
     const float *x = a->qkv + row * (a->heads + 2 * a->kv_heads) * size;
     const float *cos_sin = a->cos_sin + step->positions[row] * size;
     const int32_t dtype = query_dtype(a->cache_dtype);
     char *query = (char *)a->query + row * a->heads * size * element_bytes(dtype);
     for (int64_t head = 0; head < a->heads; head++) {
-        rotate(x + head * size, cos_sin, size, a->query_scale, rotated);
+        rotate(normed(a, x + head * size, a->query_norm, room), cos_sin, size, a->query_scale, rotated);
         write_query(rotated, size, dtype, query + head * size * element_bytes(dtype));
     }
     const int64_t slot = step->slots[row];
@@ -85,7 +94,7 @@ static void run_row(const rotary_kv_args *a, const step *step, int64_t row) {
     char *part = (char *)a->cache + slot / a->block_size * layout.block_bytes;
     const int64_t offset = slot % a->block_size;
     for (int64_t head = 0; head < a->kv_heads; head++, part += layout.head_bytes) {
-        rotate(x + (a->heads + head) * size, cos_sin, size, 1.0f, rotated);
+        rotate(normed(a, x + (a->heads + head) * size, a->key_norm, room), cos_sin, size, 1.0f, rotated);
         const float *value = x + (a->heads + a->kv_heads + head) * size;
         if (has_scales(a->cache_dtype)) {
             write_quantized(rotated, value, a, &layout, offset, part);

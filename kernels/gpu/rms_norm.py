@@ -29,7 +29,7 @@ def _rms_norm_kernel(
         x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
     weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
-    normed = (x * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)
+    normed = (x * scale).to(weight_ptr.dtype.element_ty).to(tl.float32) * weight.to(tl.float32)
     tl.store(out_ptr + row * SIZE + columns, normed.to(dtype), mask=is_column)
 
 

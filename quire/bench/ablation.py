@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_worker.model.config import read_config
+from gpu_worker.model.families import read_config
 from quire import checkpoint
 from quire.bench import machine, report, serve
 from quire.bench.mechanisms import MECHANISMS, Figure, Mechanism, ratio_of

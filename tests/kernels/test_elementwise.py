@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from kernels import linear as linear_module
+from kernels.gelu_mul import gelu_mul, gelu_mul_reference
 from kernels.kv_write import WriteSlots, kv_write
 from kernels.linear import LinearWeight, linear, linear_reference, pack_weight
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from kernels.rotary import make_cos_sin, rotary, rotary_reference, take_turns
 from kernels.silu_mul import silu_mul, silu_mul_reference
+from kernels.softcap import softcap, softcap_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 ROWS = (0, 1, 2, 3, 8, 31, 33, 63, 100)
@@ -85,14 +89,34 @@ def test_norm_and_gate_rows_are_independent() -> None:
         assert torch.equal(gated[row], silu_mul(gate_up[row : row + 1])[0])
 
 
-def test_gate_elements_are_independent() -> None:
+@pytest.mark.parametrize("gated", [silu_mul, gelu_mul])
+def test_gate_elements_are_independent(gated: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """In float32 an element should have the same bits in a wide row, in a narrow one, and alone."""
     gate, up = torch.randn(1, 2000) * 4, torch.randn(1, 2000)
-    whole = silu_mul(torch.cat((gate, up), dim=-1))
+    whole = gated(torch.cat((gate, up), dim=-1))
     for start in range(0, 2000, 7):
         for width in (1, 5):
             part = slice(start, start + width)
-            assert torch.equal(whole[:, part], silu_mul(torch.cat((gate[:, part], up[:, part]), dim=-1)))
+            assert torch.equal(whole[:, part], gated(torch.cat((gate[:, part], up[:, part]), dim=-1)))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gelu_mul(dtype: torch.dtype) -> None:
+    """The gate should equal torch's gelu times up, and stay finite for large inputs."""
+    gate_up = (torch.randn(63, 200) * 10).to(dtype)
+    torch.testing.assert_close(gelu_mul(gate_up), gelu_mul_reference(gate_up), rtol=2e-2, atol=TOLERANCE[dtype])
+    assert gelu_mul(torch.tensor([[-1e4, 1e4, 1.0, 1.0]])).tolist() == [[0.0, 1e4]]
+    with pytest.raises(ValueError, match="not even"):
+        gelu_mul(torch.zeros(1, 3))
+
+
+def test_softcap() -> None:
+    """Capped numbers should equal the formula, keep their sign and be the same bits alone."""
+    x = torch.cat((torch.randn(1001) * 40, torch.tensor([0.0, 1e9, -1e9, -torch.inf])))
+    capped = softcap(x, 30.0)
+    torch.testing.assert_close(capped, softcap_reference(x, 30.0), rtol=0, atol=5e-6)
+    assert capped[1001:].tolist() == [0.0, 30.0, -30.0, -30.0]
+    assert all(torch.equal(capped[i : i + 1], softcap(x[i : i + 1], 30.0)) for i in range(0, 1005, 9))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -77,6 +77,19 @@ def test_equals_reference(dtype: torch.dtype, group: int, block_size: int) -> No
     torch.testing.assert_close(case.run(), case.reference(), rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_softcapped_scores_equal_reference(dtype: torch.dtype) -> None:
+    """Capped scores should give what the formula gives, in any dtype and with a window; plain ones should not."""
+    case = make_case([1, 17, 200, 129], [1, 9, 1, 129], dtype=dtype)
+    arguments = (case.query * 6, case.key_cache, case.value_cache, case.batch, 0.125)
+    for window in (None, 40):
+        actual = paged_attention(*arguments, window=window, softcap=3.0)
+        expected = paged_attention_reference(*arguments, window=window, softcap=3.0)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[dtype])
+        plain = paged_attention_reference(*arguments, window=window)
+        assert (plain - expected).abs().max() > 10 * TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("group", [1, 4, 7, 8])
 def test_alone_equals_in_a_batch(group: int) -> None:
     """In float32 a sequence should get the same bits alone and among others."""

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from gpu_worker.model.config import RopeScaling, read_config
+from gpu_worker.model.families import read_config
 from gpu_worker.model.loader import fingerprint
+from gpu_worker.model.rope import Rope
 from shared.errors import ConfigError
 from tests.gpu_worker.model.plans import make_runner
 
@@ -21,6 +22,15 @@ MISTRAL: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "model_type"
 QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True
 }  # fmt: skip
+
+PHI3: dict[str, Any] = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2
+}  # fmt: skip
+MIXTRAL: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+GEMMA2: dict[str, Any] = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+GEMMA3: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 
 
 @pytest.fixture
@@ -39,7 +49,7 @@ def edit(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported: Llama.*Qwen2"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported: .*Llama.*Qwen3Moe"),
         ({"architectures": None}, "architectures = None: must name one"),
         ({"hidden_size": "64"}, "hidden_size = '64': must be a positive whole number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
@@ -65,8 +75,24 @@ def edit(folder: Path, **changes: Any) -> None:
             "layer_types = .* all layers are full_attention",
         ),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized checkpoints are not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported; supported: default"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "'su' is not supported; supported: default, linear"),
+        ({"rope_parameters": "yarn"}, "rope_parameters = 'yarn': must be an object"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor = '4': must be a positive number"),
+        ({"rope_scaling": {"type": "llama3", "high_freq_factor": 1.0}}, "must be more than low_freq_factor = 1.0"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+            "short_factor = .* a list of 8 positive numbers",
+        ),
+        (PHI3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type = 'linear': only default and longrope"),
+        (GEMMA2 | {"hidden_activation": "gelu"}, "hidden_activation = 'gelu': only gelu_pytorch_tanh is supported"),
+        (GEMMA2 | {"attn_logit_softcapping": -1}, "attn_logit_softcapping = -1: must be a positive number"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention = True: only false"),
+        (GEMMA3 | {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping = 5.0: only null"),
+        (MIXTRAL | {"num_local_experts": 1}, "num_experts_per_tok = 2: there are 1 experts"),
+        (QWEN3_MOE | {"mlp_only_layers": 1}, "mlp_only_layers = 1: must be a list of layers"),
+        (QWEN3 | {"layer_types": ["sliding_attention"] * 2}, "all layers are full_attention"),
+        (PHI3 | {"partial_rotary_factor": 0.1}, "partial_rotary_factor = 0.1: must turn an even number of a head's 16"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: only 1 is supported"),
     ],
 )
 def test_bad_config_is_refused(changes: dict[str, Any], message: str, folder: Path) -> None:
@@ -81,6 +107,18 @@ def test_bad_config_is_refused(changes: dict[str, Any], message: str, folder: Pa
     [
         MISTRAL | {"sliding_window": 64},
         MISTRAL,
+        PHI3 | {"sliding_window": 64},
+        PHI3,
+        MIXTRAL | {"sliding_window": 64},
+        MIXTRAL,
+        QWEN3 | {"use_sliding_window": True, "max_window_layers": 1},
+        QWEN3 | {"sliding_window": 64},
+        QWEN3_MOE | {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 64},
+        QWEN3_MOE | {"sliding_window": 64},
+        GEMMA2 | {"num_hidden_layers": 5},
+        GEMMA2 | {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]},
+        GEMMA3 | {"num_hidden_layers": 13, "sliding_window": 64},
+        GEMMA3 | {"num_hidden_layers": 5, "sliding_window_pattern": 3},
         QWEN2 | {"sliding_window": 64, "max_window_layers": 0},
         QWEN2 | {"sliding_window": 64, "max_window_layers": 1},
         QWEN2 | {"sliding_window": 64},
@@ -120,7 +158,35 @@ def test_both_spellings_of_rope(folder: Path) -> None:
     edit(folder, rope_theta=None, rope_scaling=None,
          rope_parameters={"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0})  # fmt: skip
     assert old == read_config(folder)
-    assert old.rope_scaling == RopeScaling(kind="linear", factor=2.0)
+    assert old.ropes == (Rope(kind="linear", theta=5e5, size=16, factor=2.0),) * 2
+
+
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_older_names_of_longrope(name: str, folder: Path) -> None:
+    """A Phi-3 should read the same under each name that its kind of rotary embedding has had."""
+    factors = [1.0 + i / 8 for i in range(8)]
+    scaling = {"type": name, "short_factor": factors, "long_factor": factors}
+    edit(folder, **PHI3, rope_scaling=scaling, original_max_position_embeddings=512)
+    rope = read_config(folder).ropes[0]
+    assert (rope.kind, rope.original_len, rope.factor) == ("longrope", 512, 8.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {"rope_theta": None},
+        {"rope_theta": None, "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+    ],
+)
+def test_two_ropes_of_gemma3(changes: dict[str, Any], folder: Path) -> None:
+    """Layers with a window and those without should turn as in transformers, in the new spelling and the old."""
+    edit(folder, **GEMMA3, **changes, sliding_window_pattern=2)
+    ropes, expected = read_config(folder).ropes, AutoConfig.from_pretrained(folder).rope_parameters
+    for rope, kind in zip(ropes, ("sliding_attention", "full_attention"), strict=True):
+        found = {"rope_type": rope.kind, "rope_theta": rope.theta}
+        found |= {"factor": rope.factor} if rope.kind == "linear" else {}
+        assert expected[kind] == found
 
 
 def test_not_a_model_folder(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +21,11 @@ def reference(folder: Path, prompt: list[int], num_tokens: int) -> tuple[list[in
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return greedy_tokens(model, prompt, num_tokens)
+
+
+def greedy_tokens(model: Any, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
+    """Greedy tokens of a model of `transformers` and the margin of each over the second best."""
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,
@@ -62,34 +67,3 @@ def test_greedy_equals_transformers(
     outputs = generate(runner, sequences, NUM_TOKENS, chunk_size)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert_same_tokens(*reference(folder, prompt, NUM_TOKENS), output)
-
-
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        {"rope_type": "linear", "factor": 4.0},
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    ],
-)
-def test_rope_scaling_equals_transformers(scaling: dict[str, object], llama_folder: Path, tmp_path: Path) -> None:
-    """Scaled rotary embeddings should give the tokens that `transformers` gives, and others than unscaled ones."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for file in llama_folder.iterdir():
-        (folder / file.name).symlink_to(file)
-    config = json.loads((llama_folder / "config.json").read_text())
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": scaling}))
-    prompt = list(range(100, 190))
-    sequence, plain = make_sequence(prompt), make_sequence(prompt)
-    give_blocks([sequence], 16, 128)
-    give_blocks([plain], 16, 128)
-    (output,) = generate(make_runner(folder), [sequence], NUM_TOKENS)
-    assert_same_tokens(*reference(folder, prompt, NUM_TOKENS), output)
-    assert output != generate(make_runner(llama_folder), [plain], NUM_TOKENS)[0]

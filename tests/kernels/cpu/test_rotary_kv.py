@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.attention import AttentionShape, rotary_kv
+from kernels.cpu.attention import AttentionShape, HeadNorms, rotary_kv
 from kernels.cpu.kv_cache import KvShape, pack_blocks, unpack_blocks, unpack_scales
 from kernels.cpu.program import Pool
 from kernels.kv_quantize import LIMITS, quantize_kv
 from kernels.kv_write import WriteSlots, kv_write_reference
+from kernels.rms_norm import rms_norm_reference
 from kernels.rotary import make_cos_sin, rotary_reference
 from tests.kernels.cpu.conftest import Machine
 
@@ -190,3 +191,30 @@ def test_every_quantized_number_is_reached(dtype: torch.dtype, pools: dict[int, 
     run(pools[1], shape, (qkv, table, torch.zeros(len(heads), dtype=torch.int64), slots), cache)
     values = unpack_blocks(cache, shape.kv)[1].flatten(0, 1)[: len(heads), 1]
     assert torch.equal(quantize_kv(heads, dtype)[0].view(torch.uint8), values.view(torch.uint8))
+
+
+@pytest.mark.parametrize("head_size", [16, 48, 128])
+def test_heads_are_normed_first(head_size: int, pools: dict[int, Pool]) -> None:
+    """With weights for it, the heads of queries and keys should be normed before they are turned, and values not; a
+    row's bits should not depend on the threads."""
+    shape = make_shape(torch.float32, head_size=head_size)
+    qkv, table, positions, slots = make_inputs(shape, 37)
+    norms = HeadNorms(torch.rand(head_size) + 0.5, torch.rand(head_size) + 0.5, 1e-3)
+    heads = qkv.unflatten(1, (-1, head_size)).clone()
+    first_value = shape.heads + shape.kv.kv_heads
+    heads[:, : shape.heads] = rms_norm_reference(heads[:, : shape.heads], norms.query, norms.eps)
+    heads[:, shape.heads : first_value] = rms_norm_reference(heads[:, shape.heads : first_value], norms.key, norms.eps)
+    expected = expected_of(shape, (heads.flatten(1), table, positions, slots))
+    results = []
+    for pool in pools.values():
+        cache = empty_cache(shape)
+        query = rotary_kv(
+            pool, shape, qkv, cos_sin=table, cache=cache, scale=SCALE, positions=positions, slots=slots,
+            head_norms=norms,
+        )  # fmt: skip
+        for actual, wanted in zip((query, *unpack_blocks(cache, shape.kv)), expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+        results.append((query, cache))
+    for query, cache in results[1:]:
+        assert torch.equal(query, results[0][0])
+        assert torch.equal(cache.nan_to_num(), results[0][1].nan_to_num())

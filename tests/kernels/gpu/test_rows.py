@@ -37,6 +37,8 @@ def test_rms_norm(dtype: torch.dtype, rows: int, size: int) -> None:
     total = x + residual
     assert_near(rms_norm_reference(total, weight, 1e-5), add_rms_norm_triton(x, residual, weight, 1e-5))
     assert torch.equal(total, residual)
+    wide = weight.float() + 0.001
+    assert_near(rms_norm_reference(x, wide, 1e-5), rms_norm_triton(x, wide, 1e-5))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy, in the interpreter; the result is right
