@@ -75,13 +75,14 @@ def held_demand(worker: Worker, held: HeldRequest, request: Request, room: int) 
 def claim(worker: Worker, request: Request, room: int) -> tuple[int, int]:
     """(blocks, sequences) that an assigned request still will take beyond what it holds; no sequences and the blocks
     that it gives back, as a negative number, if it ends within the look-ahead. `room` is the headroom."""
-    held = worker.held.get(request.request_id)
+    held = request.held
     if held is None:
         return demand(worker, request), len(request.open_choices)
+    own = held.num_blocks - held.num_shared_blocks
     if forecast.steps_left(held, request) < LOOK_AHEAD_STEPS and forecast.is_prefilled(worker, held):
-        return -forecast.num_own_blocks(held), 0
-    more = held_demand(worker, held, request, room) - forecast.num_own_blocks(held)
-    return max(0, more), held.num_running + held.num_waiting
+        return -own, 0
+    more = held_demand(worker, held, request, room) - own
+    return more if more > 0 else 0, held.num_running + held.num_waiting
 
 
 def load(worker: Worker) -> Load:

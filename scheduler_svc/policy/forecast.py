@@ -16,7 +16,8 @@ def steps_left(held: HeldRequest, request: Request) -> int:
     """Steps after which the request has ended at the latest; `NEVER` if some of its sequences are not running."""
     if held.num_running == 0 or held.num_waiting > 0:
         return NEVER
-    return max(0, request.largest - held.num_tokens // held.num_running)
+    left = request.largest - held.num_tokens // held.num_running
+    return left if left > 0 else 0
 
 
 def num_own_blocks(held: HeldRequest) -> int:
@@ -36,6 +37,12 @@ def blocks_in(worker: Worker, held: HeldRequest, steps: int) -> int:
         return 0
     each = -(-held.num_tokens // (num_running + held.num_waiting)) + steps
     return num_running * worker.blocks_for(each)
+
+
+def most_growth(worker: Worker, held: HeldRequest, steps: int) -> int:
+    """Blocks that its running sequences take in the next `steps` steps, were they not to end."""
+    growth = blocks_in(worker, held, steps) - held.num_blocks
+    return growth if growth > 0 else 0
 
 
 def growth(worker: Worker, held: HeldRequest, request: Request, steps: int) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from scheduler_svc.policy import forecast, keeping
 from scheduler_svc.policy.state import Request, Worker
+from shared.messages import HeldRequest
 
 MIN_HORIZON_STEPS = 4
 MAX_HORIZON_STEPS = 32
@@ -28,48 +29,54 @@ def choose_victims(worker: Worker, max_preemptions: int) -> list[Request]:
     """Requests to preempt now so that the others' blocks last; the last in standing first, usually none."""
     if worker.report is None:
         return []
-    free, staying = worker.report.free_blocks, []
-    for request_id, held in worker.held.items():
-        request = worker.assigned[request_id]
+    free, last, most = worker.report.free_blocks, horizon(worker), 0
+    staying: list[Request] = []
+    for request in worker.assigned.values():
+        held = request.held
+        if held is None:
+            continue
         if request.is_preempting:
             free += forecast.num_own_blocks(held)
         else:
             staying.append(request)
+            most += forecast.most_growth(worker, held, last)
     victims: list[Request] = []
-    if not _runs_out(worker, free, staying):
-        return victims  # as nearly always
+    if most <= free:
+        return victims  # enough even if nobody ends, as nearly always
     staying.sort(key=lambda request: request.standing)
     while _runs_out(worker, free, staying):
-        victim = _last(worker, staying[1:], max_preemptions)
+        victim = _last(staying[1:], max_preemptions)
         if victim is None or _comes_back(worker, victim, free, staying):
             break
         staying.remove(victim)
-        free += forecast.num_own_blocks(worker.held[victim.request_id])
+        free += forecast.num_own_blocks(_held(victim))
         victims.append(victim)
     return victims
 
 
-def _last(worker: Worker, candidates: list[Request], max_preemptions: int) -> Request | None:
+def _last(candidates: list[Request], max_preemptions: int) -> Request | None:
     for request in reversed(candidates):
         if request.level < candidates[-1].level:
             return None
-        if request.preemptions < max_preemptions and worker.held[request.request_id].num_blocks > 0:
+        if request.preemptions < max_preemptions and _held(request).num_blocks > 0:
             return request
     return None
 
 
 def _comes_back(worker: Worker, victim: Request, free: int, staying: list[Request]) -> bool:
     """Whether `victim` would stay and be let in again at once, since a block is left for each that runs."""
-    num_running = sum(worker.held[request.request_id].num_running for request in staying if request is not victim)
+    num_running = sum(_held(request).num_running for request in staying if request is not victim)
     return free >= num_running and keeping.is_kept(worker, victim)
 
 
 def _runs_out(worker: Worker, free: int, staying: list[Request]) -> bool:
     """Whether at some step within the horizon the growth of `staying` is more than `free` and natural ends give."""
-    last, most = horizon(worker), 0
-    held = [(worker.held[request.request_id], request) for request in staying]
-    for h, _ in held:
-        most += max(0, forecast.blocks_in(worker, h, last) - h.num_blocks)
-    if most <= free:
-        return False  # enough even if nobody ends, as nearly always
-    return any(sum(forecast.growth(worker, h, r, steps) for h, r in held) > free for steps in range(1, last + 1))
+    return any(
+        sum(forecast.growth(worker, _held(request), request, steps) for request in staying) > free
+        for steps in range(1, horizon(worker) + 1)
+    )
+
+
+def _held(request: Request) -> HeldRequest:
+    assert request.held is not None
+    return request.held

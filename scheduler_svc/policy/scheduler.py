@@ -304,8 +304,11 @@ class Policy:
 
     def _count_served(self, worker: Worker, fleet: Fleet, now: float) -> None:
         """Charge what the report shows to be new, and time first tokens."""
-        for request_id, held in worker.held.items():
-            request = worker.assigned[request_id]
+        assert worker.report is not None
+        for held in worker.report.held:
+            request = worker.assigned.get(held.request_id)
+            if request is None or request.held is not held:
+                continue
             num_new = held.num_tokens - request.num_known
             if num_new <= 0 or held.num_running + held.num_waiting != len(request.open_choices):
                 continue

@@ -76,6 +76,8 @@ class Request:
     `deadline`; `due`, when its next token ought to be there; `blocked_from`, since when it is first in line and finds
     no room; `sent_at`, when it was dispatched, until its first token is seen.
 
+    `held` is what the last report of its worker says of this attempt, None if it is not listed.
+
     `prefixes` are the names of each prompt's first blocks, none or one list a prompt; `num_shared` of its blocks were
     in use by others when it was assigned.
 
@@ -94,6 +96,7 @@ class Request:
         "deadline",
         "due",
         "entry",
+        "held",
         "is_preempting",
         "is_staying",
         "largest",
@@ -185,6 +188,7 @@ class Request:
     def leave_worker(self) -> None:
         """Forget where it ran."""
         self.worker_id = None
+        self.held: HeldRequest | None = None
         self.entry: EntryKey | None = None
         self.was_listed = False
         self.waits_from: int | None = None
@@ -222,7 +226,8 @@ class Worker:
     """One worker; `report` is None until it has reported to this leader.
 
     `load` is a sum of `claims`, made by `admission.py`; `stale` names those whose claim may have changed since, None
-    that all may have. `reported_at`: when this leader heard its last report.
+    that all may have. `reported_at`: when this leader heard its last report; `applied`: the newest entry of its inbox
+    that it had applied.
 
     Args:
         headroom: growth in tokens kept free for each sequence at admission; None: as the forecast says.
@@ -230,10 +235,10 @@ class Worker:
     """
 
     __slots__ = (
+        "applied",
         "assigned",
         "claims",
         "headroom",
-        "held",
         "hello",
         "load",
         "news",
@@ -251,8 +256,8 @@ class Worker:
         self.headroom = headroom
         self.report: WorkerReport | None = None
         self.reported_at: float | None = None
+        self.applied: EntryKey = (0, 0)
         self.assigned: dict[RequestId, Request] = {}
-        self.held: dict[RequestId, HeldRequest] = {}
         self.steps_per_report = 1
         self.load = Load(0, 0)
         self.claims: dict[RequestId, tuple[int, int]] = {}
@@ -266,6 +271,11 @@ class Worker:
         elif self.stale is not None:
             self.stale.add(request.request_id)
         self.news.changed.add(self.worker_id)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences of its requests that run, as far as the last report tells."""
+        return sum(request.held.num_running for request in self.assigned.values() if request.held is not None)
 
     @property
     def is_accepting(self) -> bool:
@@ -285,12 +295,14 @@ class Worker:
             if report.seq <= self.report.seq:
                 return False
             self.steps_per_report = max(1, report.num_steps - self.report.num_steps)
-        self.report = report
-        self.held = {
-            held.request_id: held
-            for held in report.held
-            if (request := self.assigned.get(held.request_id)) is not None and request.attempt == held.attempt
-        }
+        self.report, self.applied = report, entry_key(report.last_inbox_id)
+        assigned = self.assigned
+        for request in assigned.values():
+            request.held = None
+        for held in report.held:
+            request = assigned.get(held.request_id)
+            if request is not None and request.attempt == held.attempt:
+                request.held = held
         self.touch()
         return True
 
@@ -309,7 +321,6 @@ class Worker:
     def drop(self, request: Request) -> None:
         """Count `request` no longer; a no-op if it is not this worker's."""
         if self.assigned.pop(request.request_id, None) is not None:
-            self.held.pop(request.request_id, None)
             if self.hello.has_prefix_cache:
                 self.news.prefixes.release(self.worker_id, request.prefixes)
             request.num_shared = 0
