@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from scheduler_svc.policy.fairness import Turns
 from scheduler_svc.policy.state import Request
@@ -137,12 +137,11 @@ class Line:
         user that come back."""
         self._holder, self._first = request, None
 
-    def charge(self, request: Request, tokens: int) -> None:
-        """Count tokens that were served to `request`'s tenant and user."""
+    def charge(self, tenant: str, user: str, tokens: Sequence[int]) -> None:
+        """Count tokens that were served to requests of one user, one after another."""
         self._first = None
-        tenant = request.summary.tenant
-        self._tenants.charge(tenant, tokens)
-        self._line_of(tenant).users.charge(request.summary.user, tokens)
+        self._tenants.charge(tenant, *tokens)
+        self._line_of(tenant).users.charge(user, *tokens)
 
     def _line_of(self, tenant: str) -> _TenantLine:
         own = self._by_tenant.get(tenant)

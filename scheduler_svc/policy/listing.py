@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from scheduler_svc.decisions import Decision, Recheck, RequeueOne
 from scheduler_svc.policy.state import EntryKey, Request, Worker
 
@@ -11,29 +13,27 @@ says sooner whether it has ended or was given back."""
 MIN_UNLISTED_REPORTS = 2
 
 
-def compare(worker: Worker, now: float, *, lease_s: float) -> list[Decision]:
+def compare(worker: Worker, listed: Iterable[Request], now: float, *, lease_s: float) -> list[Decision]:
     """Note who is listed; `Recheck` for those that have just vanished, `RequeueOne` for the forgotten.
 
     Args:
+        listed: requests of `worker` that its last report lists.
         lease_s: patience for a request of which it is not known whether the worker has read its RunRequest.
     """
     assert worker.report is not None
     applied = worker.applied
-    unlisted: list[Request] = []
-    for request in worker.assigned.values():
-        if request.held is None:
-            unlisted.append(request)
-            continue
+    for request in listed:
         request.was_listed = True
         if request.unlisted_reports:
             request.unlisted_reports, request.unlisted_since = 0, None
         if request.preempt_entry is not None and request.preempt_entry <= applied:
             # The worker has read our Preempt and still holds the request: it found it void, or was to keep it.
             request.is_preempting, request.is_staying, request.preempt_entry = False, False, None
-        if request.held.num_running > 0:
+        if request.held is None or request.held.num_running > 0:
             request.waits_from = request.waits_since = None
         elif request.waits_from is None:
             request.waits_from, request.waits_since = worker.report.num_steps, now
+    unlisted = [request for request in worker.assigned.values() if request.held is None]
     return _miss(worker, unlisted, now, lease_s) if unlisted else []
 
 

@@ -1,6 +1,6 @@
 """Who must give way: before a worker's blocks run out, and to somebody of a better class.
 
-The forecast goes as many steps ahead as the worker makes in two report intervals: a decision taken now is applied about
+The forecast goes to the worker's horizon, as many steps as it makes in two report intervals: a decision taken now is applied about
 one interval later, on a report about one interval old. The last in the standing order (class, then arrival) goes first
 (it has lost least and waited least); never the first, so that each worker always finishes something; never one that
 has been preempted often enough, and nobody of a better class in its stead. When nobody is left to choose, the worker's
@@ -12,29 +12,21 @@ then the others have a free block each, and nothing is lost by waiting, since th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from scheduler_svc.policy import forecast, keeping
 from scheduler_svc.policy.state import Request, Worker
 from shared.messages import HeldRequest
 
-MIN_HORIZON_STEPS = 4
-MAX_HORIZON_STEPS = 32
-
-
-def horizon(worker: Worker) -> int:
-    """Steps to look ahead."""
-    return min(MAX_HORIZON_STEPS, max(MIN_HORIZON_STEPS, 2 * worker.steps_per_report))
-
-
-def choose_victims(worker: Worker, max_preemptions: int) -> list[Request]:
-    """Requests to preempt now so that the others' blocks last; the last in standing first, usually none."""
+def choose_victims(worker: Worker, listed: Iterable[Request], max_preemptions: int) -> list[Request]:
+    """Those of `listed`, the requests that the last report of `worker` lists, to preempt now so that the others' blocks
+    last; the last in standing first, usually none."""
     if worker.report is None:
         return []
-    free, last, most = worker.report.free_blocks, horizon(worker), 0
+    free, last, most = worker.report.free_blocks, worker.horizon, 0
     staying: list[Request] = []
-    for request in worker.assigned.values():
-        held = request.held
-        if held is None:
-            continue
+    for request in listed:
+        held = _held(request)
         if request.is_preempting:
             free += forecast.num_own_blocks(held)
         else:
@@ -73,7 +65,7 @@ def _runs_out(worker: Worker, free: int, staying: list[Request]) -> bool:
     """Whether at some step within the horizon the growth of `staying` is more than `free` and natural ends give."""
     return any(
         sum(forecast.growth(worker, _held(request), request, steps) for request in staying) > free
-        for steps in range(1, horizon(worker) + 1)
+        for steps in range(1, worker.horizon + 1)
     )
 
 

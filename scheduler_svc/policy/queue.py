@@ -8,7 +8,8 @@ never rises above the best class there is, and keeps what it has risen while it 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 
 from scheduler_svc.policy.deadlines import Deadlines
 from scheduler_svc.policy.line import Line
@@ -128,9 +129,16 @@ class Queue:
     def charge(self, request: Request, total: int) -> None:
         """`request` has been served `total` tokens by now: count what is new to its tenant and user."""
         if total != request.charged:
-            lane = self._lanes[request.summary.fingerprint]
-            lane.lines[request.level].charge(request, total - request.charged)
-            request.charged = total
+            self.charge_all([(request, total)])
+
+    def charge_all(self, served: Iterable[tuple[Request, int]]) -> None:
+        """The same for several, one after another."""
+        for (fingerprint, level, tenant, user), group in groupby(served, _party):
+            tokens = []
+            for request, total in group:
+                tokens.append(total - request.charged)
+                request.charged = total
+            self._lanes[fingerprint].lines[level].charge(tenant, user, tokens)
 
     def _rise(self, lane: _Lane, request: Request) -> None:
         better = bisect_left(lane.classes, request.level) - 1
@@ -164,3 +172,9 @@ class Queue:
         lane.lines[level].num_live += change
         if lane.lines[level].num_live == 0:
             del lane.lines[level], lane.classes[bisect_left(lane.classes, level)]
+
+
+def _party(served: tuple[Request, int]) -> tuple[str, int, str, str]:
+    """In which counters a request's tokens are."""
+    request, summary = served[0], served[0].summary
+    return summary.fingerprint, request.level, summary.tenant, summary.user

@@ -291,33 +291,35 @@ class Policy:
     def _on_report(self, event: d.Reported, now: float) -> Decisions:
         worker = self._workers.get(event.report.worker_id)
         last = None if worker is None else worker.report
-        if worker is None or not worker.take(event.report):
+        listed = None if worker is None else worker.take(event.report)
+        if worker is None or listed is None:
             return []
-        found = listing.compare(worker, now, lease_s=self._config.worker_lease_s)
+        found = listing.compare(worker, listed, now, lease_s=self._config.worker_lease_s)
         fleet = self._fleets[worker.hello.fingerprint]
         fleet.news.prefixes.take(event.report, is_next=last is not None and event.report.seq == last.seq + 1)
-        self._count_served(worker, fleet, now)
+        self._count_served(listed, worker, fleet, now)
         worker.reported_at = now
-        for victim in preemption.choose_victims(worker, self._config.max_preemptions):
+        for victim in preemption.choose_victims(worker, listed, self._config.max_preemptions):
             found.append(dispatching.preempt(victim, worker))
         return found + self._make_way(worker, fleet, now)
 
-    def _count_served(self, worker: Worker, fleet: Fleet, now: float) -> None:
-        """Charge what the report shows to be new, and time first tokens."""
-        assert worker.report is not None
-        for held in worker.report.held:
-            request = worker.assigned.get(held.request_id)
-            if request is None or request.held is not held:
+    def _count_served(self, listed: list[Request], worker: Worker, fleet: Fleet, now: float) -> None:
+        """Charge what the report of `worker` shows to be new, and time first tokens."""
+        served: list[tuple[Request, int]] = []
+        for request in listed:
+            held = request.held
+            if held is None or held.num_tokens <= request.num_known:
                 continue
-            num_new = held.num_tokens - request.num_known
-            if num_new <= 0 or held.num_running + held.num_waiting != len(request.open_choices):
+            if held.num_running + held.num_waiting != len(request.open_choices):
                 continue
-            if request.num_served + num_new > request.charged:
-                self._queue.charge(request, request.num_served + num_new)
+            total = request.num_served + held.num_tokens - request.num_known
+            if total > request.charged:
+                served.append((request, total))
             if self._sizing is not None:
                 self._sizing.note_first_token(request, worker)
             if request.sent_at is not None:
                 fleet.prompt_latency_s, request.sent_at = now - request.sent_at, None
+        self._queue.charge_all(served)
 
     def _make_way(self, worker: Worker, fleet: Fleet, now: float) -> Decisions:
         """Since somebody waits in `worker`, those of lower classes give way, or the one that waits leaves for another

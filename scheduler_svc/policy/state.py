@@ -8,12 +8,16 @@ from typing import NamedTuple
 
 from scheduler_svc.policy.sharing import FleetPrefixes
 from shared.bus import ChoiceState, RequestRecord, RequestState
-from shared.capacity import blocks_for
+from shared.capacity import blocks_for, most_tokens
 from shared.ids import EntryId, RequestId, WorkerId
 from shared.messages import HeldRequest, SubmitRequest, WorkerHello, WorkerReport
 from shared.prefix import unpack
 
 EntryKey = tuple[int, int]
+MIN_HORIZON_STEPS = 4
+MAX_HORIZON_STEPS = 32
+LONGEST = 2**31
+"""Tokens of a sequence that nobody asks for; all are shorter."""
 
 
 def entry_key(entry_id: EntryId | str) -> EntryKey:
@@ -227,7 +231,8 @@ class Worker:
 
     `load` is a sum of `claims`, made by `admission.py`; `stale` names those whose claim may have changed since, None
     that all may have. `reported_at`: when this leader heard its last report; `applied`: the newest entry of its inbox
-    that it had applied.
+    that it had applied. `horizon`: steps that decisions look ahead, those of two report intervals within limits.
+    `longest`: tokens that one sequence may come to have alone; `num_resident` of them are in blocks at once (0: all).
 
     Args:
         headroom: growth in tokens kept free for each sequence at admission; None: as the forecast says.
@@ -240,12 +245,14 @@ class Worker:
         "claims",
         "headroom",
         "hello",
+        "horizon",
         "load",
+        "longest",
         "news",
+        "num_resident",
         "report",
         "reported_at",
         "stale",
-        "steps_per_report",
         "worker_id",
     )
 
@@ -258,7 +265,11 @@ class Worker:
         self.reported_at: float | None = None
         self.applied: EntryKey = (0, 0)
         self.assigned: dict[RequestId, Request] = {}
-        self.steps_per_report = 1
+        self.horizon = MIN_HORIZON_STEPS
+        self.num_resident = hello.num_resident
+        self.longest = most_tokens(
+            block_size=hello.block_size, num_blocks=hello.num_blocks, num_resident=self.num_resident, limit=LONGEST
+        )
         self.load = Load(0, 0)
         self.claims: dict[RequestId, tuple[int, int]] = {}
         self.stale: set[RequestId] | None = None
@@ -287,24 +298,28 @@ class Worker:
         """It drains."""
         return self.report is not None and self.report.is_draining
 
-    def take(self, report: WorkerReport) -> bool:
-        """Take a report over; False if it is not newer than the last one, or says what cannot be."""
+    def take(self, report: WorkerReport) -> list[Request] | None:
+        """Take a report over; its requests that are listed, in that order. None if the report is not newer than the
+        last one, or says what cannot be."""
         if not _is_possible(report, self.hello):
-            return False
+            return None
         if self.report is not None:
             if report.seq <= self.report.seq:
-                return False
-            self.steps_per_report = max(1, report.num_steps - self.report.num_steps)
+                return None
+            num_steps = 2 * (report.num_steps - self.report.num_steps)
+            self.horizon = min(MAX_HORIZON_STEPS, max(MIN_HORIZON_STEPS, num_steps))
         self.report, self.applied = report, entry_key(report.last_inbox_id)
-        assigned = self.assigned
-        for request in assigned.values():
+        for request in self.assigned.values():
             request.held = None
+        listed = []
         for held in report.held:
-            request = assigned.get(held.request_id)
-            if request is not None and request.attempt == held.attempt:
-                request.held = held
+            known = self.assigned.get(held.request_id)
+            if known is not None and known.attempt == held.attempt:
+                if known.held is None:
+                    listed.append(known)
+                known.held = held
         self.touch()
-        return True
+        return listed
 
     def assign(self, request: Request) -> None:
         """Count `request` as this worker's."""
