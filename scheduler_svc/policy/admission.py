@@ -16,6 +16,7 @@ from scheduler_svc.policy import forecast
 from scheduler_svc.policy.state import Load, Request, Worker
 from shared.capacity import blocks_for
 from shared.ids import RequestId
+from shared.messages import HeldRequest
 
 GROWTH_TOKENS = 16
 """Tokens that each sequence may grow beyond the preemption horizon; a block's worth at the default block size."""
@@ -64,14 +65,22 @@ def claim(worker: Worker, request: Request, room: int) -> tuple[int, int]:
     num_seqs = held.num_running + held.num_waiting
     if num_seqs == 0:
         return 0, 0
-    if forecast.steps_left(held, request) < LOOK_AHEAD_STEPS and forecast.is_prefilled(worker, held):
+    each = -(-held.num_tokens // num_seqs)
+    if each + LOOK_AHEAD_STEPS > request.largest and _ends_soon(worker, request, held):
         return -forecast.num_own_blocks(held), 0
-    each = max(hello.reserved_tokens, min(-(-held.num_tokens // num_seqs) + room, request.largest))
+    each = each + room if each + room < request.largest else request.largest
+    if each < hello.reserved_tokens:
+        each = hello.reserved_tokens
     most = num_seqs * blocks_for(each, hello.block_size, hello.window)
     if held.num_waiting and request.summary.n > 1 and len(request.summary.prompt_lens) == 1:
         most -= (held.num_waiting - (held.num_running == 0)) * worker.prompt_blocks(request, 0)
-    more = min(hello.num_blocks + held.num_shared_blocks, most) - held.num_blocks
-    return max(0, more), num_seqs
+    if most > hello.num_blocks + held.num_shared_blocks:
+        most = hello.num_blocks + held.num_shared_blocks
+    return most - held.num_blocks if most > held.num_blocks else 0, num_seqs
+
+
+def _ends_soon(worker: Worker, request: Request, held: HeldRequest) -> bool:
+    return forecast.steps_left(held, request) < LOOK_AHEAD_STEPS and forecast.is_prefilled(worker, held)
 
 
 def load(worker: Worker) -> Load:

@@ -23,6 +23,8 @@ def choose_victims(worker: Worker, listed: Iterable[Request], max_preemptions: i
     last; the last in standing first, usually none."""
     if worker.report is None:
         return []
+    if forecast.fits_again(worker):
+        return []  # as nearly always, but where blocks are scarce
     free, last, most = worker.report.free_blocks, worker.horizon, 0
     staying: list[Request] = []
     for request in listed:
@@ -31,10 +33,10 @@ def choose_victims(worker: Worker, listed: Iterable[Request], max_preemptions: i
             free += forecast.num_own_blocks(held)
         else:
             staying.append(request)
-            most += forecast.most_growth(worker, held, last)
+            most += max(0, forecast.blocks_in(worker, held, last) - held.num_blocks)
     victims: list[Request] = []
     if most <= free:
-        return victims  # enough even if nobody ends, as nearly always
+        return victims  # enough even if nobody ends
     staying.sort(key=lambda request: request.standing)
     while _runs_out(worker, free, staying):
         victim = _last(staying[1:], max_preemptions)

@@ -94,7 +94,7 @@ class Policy:
 
     @property
     def num_running(self) -> int:
-        return sum(len(worker.assigned) for worker in self._workers.values())
+        return sum(fleet.news.levels.total() for fleet in self._fleets.values())
 
     @property
     def num_workers(self) -> int:
@@ -114,12 +114,14 @@ class Policy:
         match event:
             case d.Reported():
                 found = self._on_report(event, now)
-            case d.Observed():
-                found = [decision for record in event.records for decision in self._observe(record, now)]
             case d.Submitted():
                 found = self._on_submitted(event, now)
+            case d.DispatchDone() | d.DispatchRefused() | d.PreemptSent():
+                found = self._on_outcome(event)
             case d.Ended():
                 found = self._on_ended(event)
+            case d.Observed():
+                found = [decision for record in event.records for decision in self._observe(record, now)]
             case d.WorkersSeen():
                 found = self._on_workers(event.pulses, now)
             case d.WorkerLeft():
@@ -128,12 +130,11 @@ class Policy:
                 found = self._on_gateways(event, now)
             case d.GatewayRemoved():
                 found = self._on_gateway_removed(event, now)
-            case d.DispatchDone() | d.DispatchRefused() | d.PreemptSent():
-                found = self._on_outcome(event)
             case d.Tick():
                 found = [self._abort(self._requests[i], "deadline", _DEADLINE) for i in self._deadlines.due(now)]
                 self._queue.age(now)
-        found += self._place_queued(now, always=isinstance(event, d.Tick))
+        if len(self._queue):
+            found += self._place_queued(now, always=isinstance(event, d.Tick))
         if self._sizing is not None and isinstance(event, d.Tick):
             found += self._sizing.look(self._workers.values(), self._requests.values(), len(self._queue), now)
         return found

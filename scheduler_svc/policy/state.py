@@ -232,6 +232,7 @@ class Worker:
     `load` is a sum of `claims`, made by `admission.py`; `stale` names those whose claim may have changed since, None
     that all may have. `reported_at`: when this leader heard its last report; `applied`: the newest entry of its inbox
     that it had applied. `horizon`: steps that decisions look ahead, those of two report intervals within limits.
+    `num_held_tokens` and `num_held_running` are sums over all that it lists, known or not.
     `longest`: tokens that one sequence may come to have alone; `num_resident` of them are in blocks at once (0: all).
 
     Args:
@@ -249,6 +250,8 @@ class Worker:
         "load",
         "longest",
         "news",
+        "num_held_running",
+        "num_held_tokens",
         "num_resident",
         "report",
         "reported_at",
@@ -266,6 +269,7 @@ class Worker:
         self.applied: EntryKey = (0, 0)
         self.assigned: dict[RequestId, Request] = {}
         self.horizon = MIN_HORIZON_STEPS
+        self.num_held_tokens = self.num_held_running = 0
         self.num_resident = hello.num_resident
         self.longest = most_tokens(
             block_size=hello.block_size, num_blocks=hello.num_blocks, num_resident=self.num_resident, limit=LONGEST
@@ -312,12 +316,16 @@ class Worker:
         for request in self.assigned.values():
             request.held = None
         listed = []
+        num_tokens = num_running = 0
         for held in report.held:
+            num_tokens += held.num_tokens
+            num_running += held.num_running
             known = self.assigned.get(held.request_id)
             if known is not None and known.attempt == held.attempt:
                 if known.held is None:
                     listed.append(known)
                 known.held = held
+        self.num_held_tokens, self.num_held_running = num_tokens, num_running
         self.touch()
         return listed
 
