@@ -133,7 +133,7 @@ class Queue:
 
     def charge_all(self, served: Iterable[tuple[Request, int]]) -> None:
         """The same for several, one after another."""
-        for (fingerprint, level, tenant, user), group in groupby(served, _party):
+        for (level, (fingerprint, tenant, user)), group in groupby(served, _counter):
             tokens = []
             for request, total in group:
                 tokens.append(total - request.charged)
@@ -174,7 +174,6 @@ class Queue:
             del lane.lines[level], lane.classes[bisect_left(lane.classes, level)]
 
 
-def _party(served: tuple[Request, int]) -> tuple[str, int, str, str]:
-    """In which counters a request's tokens are."""
-    request, summary = served[0], served[0].summary
-    return summary.fingerprint, request.level, summary.tenant, summary.user
+def _counter(served: tuple[Request, int]) -> tuple[int, tuple[str, str, str]]:
+    """Where a request's tokens are counted."""
+    return served[0].level, served[0].party

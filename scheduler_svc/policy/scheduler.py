@@ -16,7 +16,7 @@ How it keeps its picture true:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scheduler_svc import decisions as d
@@ -27,11 +27,11 @@ from scheduler_svc.policy.fleet import Fleet
 from scheduler_svc.policy.liveness import Watch
 from scheduler_svc.policy.queue import Queue
 from scheduler_svc.policy.sizing import Sizing
-from scheduler_svc.policy.state import Phase, Request, Worker, as_submitted, entry_key
+from scheduler_svc.policy.state import EntryKey, Phase, Request, Worker, entry_key
 from shared.bus import RequestRecord, RequestState, WorkerPulse
 from shared.capacity import never_fits_message
 from shared.ids import GatewayId, RequestId, WorkerId
-from shared.messages import WorkerHello
+from shared.messages import SubmitRequest, WorkerHello
 
 Decisions = list[d.Decision]
 
@@ -145,11 +145,11 @@ class Policy:
         found: Decisions = []
         for summary, order in event.requests:
             if summary.request_id not in self._requests:
-                found += self._follow_queued(self._add(as_submitted(summary, order), now), now)
+                found += self._follow_queued(self._add(summary, order, now), now)
         return found
 
-    def _add(self, record: RequestRecord, now: float) -> Request:
-        request = self._requests[record.summary.request_id] = Request(record, now)
+    def _add(self, summary: SubmitRequest, order: EntryKey, now: float) -> Request:
+        request = self._requests[summary.request_id] = Request(summary, order, now)
         request.due = now + self._config.ttft_s
         self._queue.open(request)
         self._deadlines.add(request, request.deadline)
@@ -159,11 +159,14 @@ class Policy:
         request = self._requests.get(record.summary.request_id)
         if record.state is RequestState.ENDED:
             return self._on_ended(d.Ended(request_ids=(record.summary.request_id,)))
+        is_new = request is None
         if request is None:
-            request = self._add(record, now)
+            request = self._add(record.summary, record.order, now)
         elif request.phase is Phase.RUNNING and record.attempt < request.attempt:
             return []
         request.update(record)
+        if is_new and record.attempt:  # an earlier leader has counted what it was served
+            request.arrived_at, request.charged = None, request.num_served
         if request.attempt and request.num_served > request.charged:
             self._queue.charge(request, request.num_served)
         if record.owner is None:
@@ -181,7 +184,7 @@ class Policy:
             request.queued_at = now
             request.due = now + self._config.tpot_s if request.num_logged else request.due
             self._queue.add(request, now)
-        return self._refuse([request])
+        return self._refuse(request)
 
     def _follow_running(self, request: Request, owner: WorkerId) -> Decisions:
         self._queue.remove(request)
@@ -238,28 +241,27 @@ class Policy:
         del self._requests[request.request_id]
 
     def _unassign(self, request: Request) -> None:
-        if request.worker_id is not None and (worker := self._workers.get(request.worker_id)) is not None:
+        worker = None if request.worker_id is None else self._workers.get(request.worker_id)
+        if worker is None:
+            request.leave_worker()
+        else:
             worker.drop(request)
-        request.leave_worker()
 
-    def _refuse(self, queued: Iterable[Request]) -> Decisions:
-        """Reject those that no live worker of their model could hold even alone; one that has run before may wait for
-        a larger worker to come back."""
-        found: Decisions = []
-        for request in list(queued):
-            fleet = self._fleets.get(request.summary.fingerprint)
-            if request.attempt > 0 or fleet is None or fleet.can_ever_hold(request):
-                continue
-            hello = fleet.largest.hello
-            message = never_fits_message(
-                request.largest,
-                block_size=hello.block_size,
-                num_blocks=hello.num_blocks,
-                num_resident=hello.num_resident,
-            )
-            self._forget(request)
-            found.append(d.Reject(request_id=request.request_id, message=message))
-        return found
+    def _refuse(self, request: Request) -> Decisions:
+        """Reject it if no live worker of its model could hold it even alone; one that has run before may wait for a
+        larger worker to come back."""
+        fleet = self._fleets.get(request.summary.fingerprint)
+        if request.attempt > 0 or fleet is None or fleet.can_ever_hold(request):
+            return []
+        hello = fleet.largest.hello
+        message = never_fits_message(
+            request.largest,
+            block_size=hello.block_size,
+            num_blocks=hello.num_blocks,
+            num_resident=hello.num_resident,
+        )
+        self._forget(request)
+        return [d.Reject(request_id=request.request_id, message=message)]
 
     # Placement.
 
@@ -353,7 +355,10 @@ class Policy:
         for worker_id in {**dict.fromkeys(silent), **dict.fromkeys(stalled)}:
             found.append(d.Requeue(worker_id=worker_id, why="silent" if worker_id in silent else "stalled"))
             found += self._remove_worker(worker_id)
-        return found + (self._refuse(self._queue) if joined or found else [])
+        if joined or found:
+            for request in list(self._queue):
+                found += self._refuse(request)
+        return found
 
     def _add_worker(self, hello: WorkerHello) -> None:
         fleet = self._fleets.setdefault(hello.fingerprint, Fleet(self._config.max_preemptions))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
 from scheduler_svc.policy.sharing import FleetPrefixes
-from shared.bus import ChoiceState, RequestRecord, RequestState
+from shared.bus import ChoiceState, RequestRecord
 from shared.capacity import blocks_for, most_tokens
 from shared.ids import EntryId, RequestId, WorkerId
 from shared.messages import HeldRequest, SubmitRequest, WorkerHello, WorkerReport
 from shared.prefix import unpack
 
 EntryKey = tuple[int, int]
+_UNTOUCHED = ChoiceState()
 MIN_HORIZON_STEPS = 4
 MAX_HORIZON_STEPS = 32
 LONGEST = 2**31
@@ -35,22 +37,6 @@ def rank_of(order: tuple[int, int]) -> int:
     return order[0] * 2048 + min(order[1], 2047)
 
 
-def as_submitted(summary: SubmitRequest, order: EntryKey) -> RequestRecord:
-    """The record as its submission leaves it, but for its listeners, which a wake-up does not name."""
-    return RequestRecord(
-        summary=summary,
-        state=RequestState.QUEUED,
-        order=order,
-        attempt=0,
-        owner=None,
-        listeners=(),
-        orphan_ttl_s=0.0,
-        preemptions=0,
-        crashes=0,
-        choices=(ChoiceState(),) * summary.num_choices,
-    )
-
-
 class Phase(Enum):
     """Queued: waits for a place. Running: assigned to a worker. Unknown: a `Recheck` will tell."""
 
@@ -69,7 +55,7 @@ class OpenChoice(NamedTuple):
 
 
 class Request:
-    """One live request.
+    """One live request, at first as its submission leaves it.
 
     `entry` is where its RunRequest lies in its worker's inbox (None: dispatched by an earlier leader, or unconfirmed).
     `level` is its class, lower first: its priority, or what it has risen to by waiting (`queue.py`). `charged` tokens
@@ -81,6 +67,8 @@ class Request:
     no room; `sent_at`, when it was dispatched, until its first token is seen.
 
     `held` is what the last report of its worker says of this attempt, None if it is not listed.
+
+    `party` shares one counter of served tokens in each class: its model, tenant and user.
 
     `prefixes` are the names of each prompt's first blocks, none or one list a prompt; `num_shared` of its blocks were
     in use by others when it was assigned.
@@ -114,6 +102,7 @@ class Request:
         "open_choices",
         "order",
         "orphan_since",
+        "party",
         "phase",
         "preempt_entry",
         "preemptions",
@@ -131,32 +120,31 @@ class Request:
         "worker_id",
     )
 
-    def __init__(self, record: RequestRecord, now: float) -> None:
-        self.summary: SubmitRequest = record.summary
-        self.request_id = record.summary.request_id
-        self.order = record.order
-        self.rank = rank_of(record.order)
-        has_names = len(record.summary.prefixes) == len(record.summary.prompt_lens)
-        self.prefixes = tuple(map(unpack, record.summary.prefixes)) if has_names else ()
+    def __init__(self, summary: SubmitRequest, order: EntryKey, now: float) -> None:
+        self.summary = summary
+        self.request_id = summary.request_id
+        self.order = order
+        self.rank = rank_of(order)
+        self.party = summary.fingerprint, summary.tenant, summary.user
+        has_names = len(summary.prefixes) == len(summary.prompt_lens)
+        self.prefixes = tuple(map(unpack, summary.prefixes)) if has_names else ()
         self.num_shared = 0
-        self.level = record.summary.priority
+        self.level = summary.priority
         self.queued_at = self.due = now
-        self.arrived_at: float | None = None if record.attempt else now
+        self.arrived_at: float | None = now
         self.blocked_from: float | None = None
         self.sent_at: float | None = None
         self.phase = Phase.UNKNOWN
-        self.attempt = record.attempt
-        self.deadline = now + record.summary.timeout_s
+        self.attempt = 0
+        self.deadline = now + summary.timeout_s
         self.worker_id: WorkerId | None = None
         self.orphan_since: float | None = None
         self.lost_gateway = False
         self.preemptions = self.num_kept = 0
         self.crashes = 0
-        self.open_choices: tuple[OpenChoice, ...] = ()
-        self.num_logged = 0
+        self.charged = self.num_logged = 0
         self.leave_worker()
-        self.update(record)
-        self.charged = self.num_served if record.attempt else 0
+        self._count((_UNTOUCHED,) * summary.num_choices)
 
     @property
     def standing(self) -> tuple[int, int]:
@@ -168,9 +156,12 @@ class Request:
         self.attempt = record.attempt
         self.preemptions = record.preemptions + self.num_kept
         self.crashes = record.crashes
-        summary = record.summary
+        self._count(record.choices)
+
+    def _count(self, choices: Iterable[ChoiceState]) -> None:
+        summary = self.summary
         open_choices, num_logged, num_known, largest = [], 0, 0, 0
-        for number, state in enumerate(record.choices):
+        for number, state in enumerate(choices):
             num_tokens = state.num_tokens
             num_logged += num_tokens
             if state.is_open:
