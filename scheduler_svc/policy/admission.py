@@ -68,15 +68,11 @@ def claim(worker: Worker, request: Request, room: int) -> tuple[int, int]:
     each = -(-held.num_tokens // num_seqs)
     if each + LOOK_AHEAD_STEPS > request.largest and _ends_soon(worker, request, held):
         return -forecast.num_own_blocks(held), 0
-    each = each + room if each + room < request.largest else request.largest
-    if each < hello.reserved_tokens:
-        each = hello.reserved_tokens
+    each = max(hello.reserved_tokens, min(each + room, request.largest))
     most = num_seqs * blocks_for(each, hello.block_size, hello.window)
     if held.num_waiting and request.summary.n > 1 and len(request.summary.prompt_lens) == 1:
         most -= (held.num_waiting - (held.num_running == 0)) * worker.prompt_blocks(request, 0)
-    if most > hello.num_blocks + held.num_shared_blocks:
-        most = hello.num_blocks + held.num_shared_blocks
-    return most - held.num_blocks if most > held.num_blocks else 0, num_seqs
+    return max(0, min(most, hello.num_blocks + held.num_shared_blocks) - held.num_blocks), num_seqs
 
 
 def _ends_soon(worker: Worker, request: Request, held: HeldRequest) -> bool:

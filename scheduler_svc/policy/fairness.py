@@ -86,20 +86,18 @@ class Turns:
         else:
             self._keep_idle(name)
 
-    def charge(self, name: str, *served: int) -> None:
-        """Count served tokens, of one request after another; negative ones take back what was counted and not
-        served."""
+    def charge(self, name: str, tokens: float) -> None:
+        """Count served tokens; negative ones take back what was counted and not served."""
         account = self._accounts.get(name)
         if account is None:
             account = self._open(name)
             account.counter = self._lowest()
             self._keep_idle(name)
-        for tokens in served:
-            account.counter += tokens / account.weight
-            if tokens < 0:
-                account.counter = max(0.0, account.counter)
-                if account.is_active:
-                    self._place(name, account)
+        account.counter += tokens / account.weight
+        if tokens < 0:
+            account.counter = max(0.0, account.counter)
+            if account.is_active:
+                self._place(name, account)
 
     def next(self) -> str | None:
         """The active name whose turn it is, None if there is none."""

@@ -16,8 +16,7 @@ def steps_left(held: HeldRequest, request: Request) -> int:
     """Steps after which the request has ended at the latest; `NEVER` if some of its sequences are not running."""
     if held.num_running == 0 or held.num_waiting > 0:
         return NEVER
-    left = request.largest - held.num_tokens // held.num_running
-    return left if left > 0 else 0
+    return max(0, request.largest - held.num_tokens // held.num_running)
 
 
 def num_own_blocks(held: HeldRequest) -> int:

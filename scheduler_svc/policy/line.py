@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from scheduler_svc.policy.fairness import Turns
 from scheduler_svc.policy.state import Request
@@ -137,11 +137,11 @@ class Line:
         user that come back."""
         self._holder, self._first = request, None
 
-    def charge(self, tenant: str, user: str, tokens: Sequence[int]) -> None:
-        """Count tokens that were served to requests of one user, one after another."""
+    def charge(self, tenant: str, user: str, num_tokens: int) -> None:
+        """Count tokens that a user of a tenant was served."""
         self._first = None
-        self._tenants.charge(tenant, *tokens)
-        self._line_of(tenant).users.charge(user, *tokens)
+        self._tenants.charge(tenant, num_tokens)
+        self._line_of(tenant).users.charge(user, num_tokens)
 
     def _line_of(self, tenant: str) -> _TenantLine:
         own = self._by_tenant.get(tenant)

@@ -1,10 +1,10 @@
 """Who must give way: before a worker's blocks run out, and to somebody of a better class.
 
-The forecast goes to the worker's horizon, as many steps as it makes in two report intervals: a decision taken now is applied about
-one interval later, on a report about one interval old. The last in the standing order (class, then arrival) goes first
-(it has lost least and waited least); never the first, so that each worker always finishes something; never one that
-has been preempted often enough, and nobody of a better class in its stead. When nobody is left to choose, the worker's
-own eviction decides, by the same order.
+The forecast goes to the worker's horizon, as many steps as it makes in two report intervals: a decision taken now is
+applied about one interval later, on a report about one interval old. The last in the standing order (class, then
+arrival) goes first (it has lost least and waited least); never the first, so that each worker always finishes
+something; never one that has been preempted often enough, and nobody of a better class in its stead. When nobody is
+left to choose, the worker's own eviction decides, by the same order.
 
 One that would stay with the worker (`keeping.py`) goes only when the worker would not let it in again at once: until
 then the others have a free block each, and nothing is lost by waiting, since the worker itself evicts the same one.
@@ -12,23 +12,23 @@ then the others have a free block each, and nothing is lost by waiting, since th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from scheduler_svc.policy import forecast, keeping
 from scheduler_svc.policy.state import Request, Worker
 from shared.messages import HeldRequest
 
-def choose_victims(worker: Worker, listed: Iterable[Request], max_preemptions: int) -> list[Request]:
-    """Those of `listed`, the requests that the last report of `worker` lists, to preempt now so that the others' blocks
-    last; the last in standing first, usually none."""
+
+def choose_victims(worker: Worker, max_preemptions: int) -> list[Request]:
+    """Requests to preempt now so that the others' blocks last; the last in standing first, usually none."""
     if worker.report is None:
         return []
     if forecast.fits_again(worker):
         return []  # as nearly always, but where blocks are scarce
     free, last, most = worker.report.free_blocks, worker.horizon, 0
     staying: list[Request] = []
-    for request in listed:
-        held = _held(request)
+    for request in worker.assigned.values():
+        held = request.held
+        if held is None:
+            continue
         if request.is_preempting:
             free += forecast.num_own_blocks(held)
         else:

@@ -129,16 +129,16 @@ class Queue:
     def charge(self, request: Request, total: int) -> None:
         """`request` has been served `total` tokens by now: count what is new to its tenant and user."""
         if total != request.charged:
-            self.charge_all([(request, total)])
+            self.charge_all([(request, total - request.charged)])
 
     def charge_all(self, served: Iterable[tuple[Request, int]]) -> None:
-        """The same for several, one after another."""
+        """Count these tokens, too; those of one tenant and user at once where they follow one another."""
         for (level, (fingerprint, tenant, user)), group in groupby(served, _counter):
-            tokens = []
-            for request, total in group:
-                tokens.append(total - request.charged)
-                request.charged = total
-            self._lanes[fingerprint].lines[level].charge(tenant, user, tokens)
+            num_tokens = 0
+            for request, num_new in group:
+                request.charged += num_new
+                num_tokens += num_new
+            self._lanes[fingerprint].lines[level].charge(tenant, user, num_tokens)
 
     def _rise(self, lane: _Lane, request: Request) -> None:
         better = bisect_left(lane.classes, request.level) - 1

@@ -302,7 +302,7 @@ class Policy:
         fleet.news.prefixes.take(event.report, is_next=last is not None and event.report.seq == last.seq + 1)
         self._count_served(listed, worker, fleet, now)
         worker.reported_at = now
-        for victim in preemption.choose_victims(worker, listed, self._config.max_preemptions):
+        for victim in preemption.choose_victims(worker, self._config.max_preemptions):
             found.append(dispatching.preempt(victim, worker))
         return found + self._make_way(worker, fleet, now)
 
@@ -315,9 +315,9 @@ class Policy:
                 continue
             if held.num_running + held.num_waiting != len(request.open_choices):
                 continue
-            total = request.num_served + held.num_tokens - request.num_known
-            if total > request.charged:
-                served.append((request, total))
+            num_new = request.num_served + held.num_tokens - request.num_known - request.charged
+            if num_new > 0:
+                served.append((request, num_new))
             if self._sizing is not None:
                 self._sizing.note_first_token(request, worker)
             if request.sent_at is not None:

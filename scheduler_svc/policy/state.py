@@ -296,29 +296,31 @@ class Worker:
     def take(self, report: WorkerReport) -> list[Request] | None:
         """Take a report over; its requests that are listed, in that order. None if the report is not newer than the
         last one, or says what cannot be."""
-        if not _is_possible(report, self.hello):
+        if (self.report is not None and report.seq <= self.report.seq) or not _is_possible(report, self.hello):
             return None
-        if self.report is not None:
-            if report.seq <= self.report.seq:
-                return None
-            num_steps = 2 * (report.num_steps - self.report.num_steps)
-            self.horizon = min(MAX_HORIZON_STEPS, max(MIN_HORIZON_STEPS, num_steps))
-        self.report, self.applied = report, entry_key(report.last_inbox_id)
-        for request in self.assigned.values():
-            request.held = None
         listed = []
         num_tokens = num_running = 0
         for held in report.held:
+            if not 0 <= held.num_shared_blocks <= held.num_blocks or held.num_swapped_blocks < 0:
+                return None
+            if held.num_tokens < 0 or held.num_running < 0 or held.num_waiting < 0:
+                return None
             num_tokens += held.num_tokens
             num_running += held.num_running
-            known = self.assigned.get(held.request_id)
-            if known is not None and known.attempt == held.attempt:
-                if known.held is None:
-                    listed.append(known)
-                known.held = held
+            request = self.assigned.get(held.request_id)
+            if request is not None and request.attempt == held.attempt:
+                listed.append((request, held))
+        if self.report is not None:
+            num_steps = 2 * (report.num_steps - self.report.num_steps)
+            self.horizon = min(MAX_HORIZON_STEPS, max(MIN_HORIZON_STEPS, num_steps))
+        self.report, self.applied = report, entry_key(report.last_inbox_id)
         self.num_held_tokens, self.num_held_running = num_tokens, num_running
+        for request in self.assigned.values():
+            request.held = None
+        for request, held in listed:
+            request.held = held
         self.touch()
-        return listed
+        return [request for request, _ in listed]
 
     def assign(self, request: Request) -> None:
         """Count `request` as this worker's."""
@@ -368,12 +370,7 @@ class Worker:
 
 
 def _is_possible(report: WorkerReport, hello: WorkerHello) -> bool:
-    """Whether the numbers could be those of a worker with that hello; wrong ones would be believed for good."""
-    for held in report.held:
-        if held.num_shared_blocks < 0 or held.num_blocks < held.num_shared_blocks or held.num_swapped_blocks < 0:
-            return False
-        if held.num_tokens < 0 or held.num_running < 0 or held.num_waiting < 0:
-            return False
+    """Whether its own numbers could be those of a worker with that hello; wrong ones would be believed for good."""
     major, _, minor = report.last_inbox_id.partition("-")
     return (
         0 <= report.free_blocks <= hello.num_blocks

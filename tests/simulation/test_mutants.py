@@ -141,7 +141,7 @@ MUTANTS = (
     Mutant("late work ends", Deadlines, "due", lambda true: lambda self, now: [], order.holds_deadlines),
     Mutant("blocks are not given twice", admission, "demand", lambda true: lambda *_: 0, basic.holds_blocks),
     Mutant("who stays counts as preempted", Request, "keep", lambda true: lambda self: None, order.holds_bounds),
-    Mutant("nobody stays without room", keeping, "is_swapped", _whatever_room, order.holds_order),
+    Mutant("nobody stays without room", keeping, "is_swapped", _whatever_room, order.holds_room),
     Mutant("room is promised once", keeping, "_num_promised", lambda true: lambda worker: 0, order.holds_room),
     Mutant("who stays does not bounce", preemption, "_comes_back", lambda true: lambda *_: False, order.holds_order),
     Mutant("a swapped one keeps its claim", admission, "claim", _no_claim_of_swapped, basic.holds_claims),
