@@ -129,7 +129,9 @@ class Queue:
     def charge(self, request: Request, total: int) -> None:
         """`request` has been served `total` tokens by now: count what is new to its tenant and user."""
         if total != request.charged:
-            self.charge_all([(request, total - request.charged)])
+            lane, summary = self._lanes[request.summary.fingerprint], request.summary
+            lane.lines[request.level].charge(summary.tenant, summary.user, total - request.charged)
+            request.charged = total
 
     def charge_all(self, served: Iterable[tuple[Request, int]]) -> None:
         """Count these tokens, too; those of one tenant and user at once where they follow one another."""
