@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from scheduler_svc.decisions import Decision, Recheck, RequeueOne
-from scheduler_svc.policy.state import EntryKey, Request, Worker
+from scheduler_svc.policy.state import EntryKey, Listed, Request, Worker
 
 GONE_S = 0.5
 """How long a worker that has applied a RunRequest may not list it before it is held to have forgotten it; the record
@@ -13,7 +11,7 @@ says sooner whether it has ended or was given back."""
 MIN_UNLISTED_REPORTS = 2
 
 
-def compare(worker: Worker, listed: Iterable[Request], now: float, *, lease_s: float) -> list[Decision]:
+def compare(worker: Worker, listed: Listed, now: float, *, lease_s: float) -> list[Decision]:
     """Note who is listed; `Recheck` for those that have just vanished, `RequeueOne` for the forgotten.
 
     Args:
@@ -22,14 +20,14 @@ def compare(worker: Worker, listed: Iterable[Request], now: float, *, lease_s: f
     """
     assert worker.report is not None
     applied = worker.applied
-    for request in listed:
+    for request, held in listed:
         request.was_listed = True
         if request.unlisted_reports:
             request.unlisted_reports, request.unlisted_since = 0, None
         if request.preempt_entry is not None and request.preempt_entry <= applied:
             # The worker has read our Preempt and still holds the request: it found it void, or was to keep it.
             request.is_preempting, request.is_staying, request.preempt_entry = False, False, None
-        if request.held is None or request.held.num_running > 0:
+        if held.num_running > 0:
             request.waits_from = request.waits_since = None
         elif request.waits_from is None:
             request.waits_from, request.waits_since = worker.report.num_steps, now

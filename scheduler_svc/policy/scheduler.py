@@ -27,7 +27,7 @@ from scheduler_svc.policy.fleet import Fleet
 from scheduler_svc.policy.liveness import Watch
 from scheduler_svc.policy.queue import Queue
 from scheduler_svc.policy.sizing import Sizing
-from scheduler_svc.policy.state import EntryKey, Phase, Request, Worker, entry_key
+from scheduler_svc.policy.state import EntryKey, Listed, Phase, Request, Worker, entry_key
 from shared.bus import RequestRecord, RequestState, WorkerPulse
 from shared.capacity import never_fits_message
 from shared.ids import GatewayId, RequestId, WorkerId
@@ -306,12 +306,11 @@ class Policy:
             found.append(dispatching.preempt(victim, worker))
         return found + self._make_way(worker, fleet, now)
 
-    def _count_served(self, listed: list[Request], worker: Worker, fleet: Fleet, now: float) -> None:
+    def _count_served(self, listed: Listed, worker: Worker, fleet: Fleet, now: float) -> None:
         """Charge what the report of `worker` shows to be new, and time first tokens."""
         served: list[tuple[Request, int]] = []
-        for request in listed:
-            held = request.held
-            if held is None or held.num_tokens <= request.num_known:
+        for request, held in listed:
+            if held.num_tokens <= request.num_known:
                 continue
             if held.num_running + held.num_waiting != len(request.open_choices):
                 continue

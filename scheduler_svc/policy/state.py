@@ -194,6 +194,10 @@ class Request:
         self.preempt_entry: EntryKey | None = None
 
 
+Listed = list[tuple[Request, HeldRequest]]
+"""Requests that a report lists, and what it says of each."""
+
+
 class Load(NamedTuple):
     """A worker as the planner sees it.
 
@@ -293,7 +297,7 @@ class Worker:
         """It drains."""
         return self.report is not None and self.report.is_draining
 
-    def take(self, report: WorkerReport) -> list[Request] | None:
+    def take(self, report: WorkerReport) -> Listed | None:
         """Take a report over; its requests that are listed, in that order. None if the report is not newer than the
         last one, or says what cannot be."""
         if (self.report is not None and report.seq <= self.report.seq) or not _is_possible(report, self.hello):
@@ -320,7 +324,7 @@ class Worker:
         for request, held in listed:
             request.held = held
         self.touch()
-        return [request for request, _ in listed]
+        return listed
 
     def assign(self, request: Request) -> None:
         """Count `request` as this worker's."""
