@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections import Counter
 
 from scheduler_svc.policy import forecast
-from scheduler_svc.policy.preemption import horizon
 from scheduler_svc.policy.state import Load, Request, Worker
-from shared.capacity import blocks_for, fits
+from shared.capacity import blocks_for
 from shared.ids import RequestId
 from shared.messages import HeldRequest
 
@@ -29,28 +28,25 @@ LOOK_AHEAD_STEPS = 2
 
 def can_ever_hold(worker: Worker, request: Request) -> bool:
     """Whether each single choice fits into an empty `worker`."""
-    hello = worker.hello
-    return fits(
-        request.largest, block_size=hello.block_size, num_blocks=hello.num_blocks, num_resident=hello.num_resident
-    )
+    return request.largest <= worker.longest
 
 
 def headroom(worker: Worker) -> int:
     """Tokens of growth that are kept for each sequence."""
-    return horizon(worker) + GROWTH_TOKENS if worker.headroom is None else worker.headroom
+    return worker.horizon + GROWTH_TOKENS if worker.headroom is None else worker.headroom
 
 
 def demand(worker: Worker, request: Request) -> int:
     """Blocks that `request` is counted with on `worker` as long as a report does not list it."""
-    room = headroom(worker)
-    least = worker.hello.reserved_tokens
-    lengths = (max(least, min(c.num_tokens + room, c.max_tokens)) for c in request.open_choices)
-    wanted = sum(blocks_for(length, worker.hello.block_size, worker.hello.num_resident) for length in lengths)
+    hello, room, wanted = worker.hello, headroom(worker), 0
+    for choice in request.open_choices:
+        length = max(hello.reserved_tokens, min(choice.num_tokens + room, choice.max_tokens))
+        wanted += blocks_for(length, hello.block_size, worker.num_resident)
     if request.summary.n > 1:
         wanted -= _num_shared_by_siblings(worker, request)
     is_assigned = request.worker_id == worker.worker_id
     num_shared = request.num_shared if is_assigned else worker.num_shared(request)
-    return max(0, min(worker.hello.num_blocks, wanted) - num_shared)
+    return max(0, min(hello.num_blocks, wanted) - num_shared)
 
 
 def _num_shared_by_siblings(worker: Worker, request: Request) -> int:
@@ -59,29 +55,28 @@ def _num_shared_by_siblings(worker: Worker, request: Request) -> int:
     return sum((count - 1) * worker.prompt_blocks(request, prompt) for prompt, count in prompts.items())
 
 
-def held_demand(worker: Worker, held: HeldRequest, request: Request, room: int) -> int:
-    """The same for a request that the last report lists, from the lengths in the report; `room` is the headroom."""
-    num_seqs = held.num_running + held.num_waiting
-    if num_seqs == 0:
-        return forecast.num_own_blocks(held)
-    hello = worker.hello
-    each = max(hello.reserved_tokens, min(-(-held.num_tokens // num_seqs) + room, request.largest))
-    wanted = num_seqs * worker.blocks_for(each) - held.num_shared_blocks
-    if held.num_waiting and request.summary.n > 1 and len(request.summary.prompt_lens) == 1:
-        wanted -= (held.num_waiting - (held.num_running == 0)) * worker.prompt_blocks(request, 0)
-    return min(hello.num_blocks, wanted)
-
-
 def claim(worker: Worker, request: Request, room: int) -> tuple[int, int]:
-    """(blocks, sequences) that an assigned request still will take beyond what it holds; no sequences and the blocks
-    that it gives back, as a negative number, if it ends within the look-ahead. `room` is the headroom."""
-    held = worker.held.get(request.request_id)
+    """(blocks, sequences) that an assigned request still will take beyond what it holds, by the lengths in the report;
+    no sequences and the blocks that it gives back, as a negative number, if it ends within the look-ahead. `room` is
+    the headroom."""
+    held, hello = request.held, worker.hello
     if held is None:
         return demand(worker, request), len(request.open_choices)
-    if forecast.steps_left(held, request) < LOOK_AHEAD_STEPS and forecast.is_prefilled(worker, held):
+    num_seqs = held.num_running + held.num_waiting
+    if num_seqs == 0:
+        return 0, 0
+    each = -(-held.num_tokens // num_seqs)
+    if each + LOOK_AHEAD_STEPS > request.largest and _ends_soon(worker, request, held):
         return -forecast.num_own_blocks(held), 0
-    more = held_demand(worker, held, request, room) - forecast.num_own_blocks(held)
-    return max(0, more), held.num_running + held.num_waiting
+    each = max(hello.reserved_tokens, min(each + room, request.largest))
+    most = num_seqs * blocks_for(each, hello.block_size, hello.window)
+    if held.num_waiting and request.summary.n > 1 and len(request.summary.prompt_lens) == 1:
+        most -= (held.num_waiting - (held.num_running == 0)) * worker.prompt_blocks(request, 0)
+    return max(0, min(most, hello.num_blocks + held.num_shared_blocks) - held.num_blocks), num_seqs
+
+
+def _ends_soon(worker: Worker, request: Request, held: HeldRequest) -> bool:
+    return forecast.steps_left(held, request) < LOOK_AHEAD_STEPS and forecast.is_prefilled(worker, held)
 
 
 def load(worker: Worker) -> Load:

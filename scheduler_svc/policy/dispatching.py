@@ -79,7 +79,7 @@ def _tell(victim: Request, worker: Worker, *, is_staying: bool) -> d.Preempt:
 
 
 def _is_delayed(first: Request, fleet: Fleet, rules: DispatchRules, now: float) -> bool:
-    if rules.delay_factor == 0 or not any(worker.assigned for worker in fleet.workers.values()):
+    if rules.delay_factor == 0 or not fleet.news.levels:
         return False
     return now - first.queued_at <= rules.delay_factor * fleet.prompt_latency_s
 

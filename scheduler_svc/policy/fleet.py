@@ -141,11 +141,10 @@ class Fleet:
     def _yielding_level(self, worker: Worker) -> int | None:
         """The last class of those that have, or will have, something to give on `worker` and may give it: those that
         run or are on their way, and, where a slot is free, those that wait there, too."""
-        has_slot = sum(held.num_running for held in worker.held.values()) < worker.hello.max_num_seqs
+        has_slot = worker.num_running < worker.hello.max_num_seqs
         levels = []
         for request in worker.assigned.values():
-            held = worker.held.get(request.request_id)
-            is_waiting = held is not None and held.num_running == 0
+            is_waiting = request.held is not None and request.held.num_running == 0
             if not request.is_preempting and (has_slot if is_waiting else request.preemptions < self._max_preemptions):
                 levels.append(request.level)
         return max(levels, default=None)

@@ -38,6 +38,15 @@ def blocks_in(worker: Worker, held: HeldRequest, steps: int) -> int:
     return num_running * worker.blocks_for(each)
 
 
+def fits_again(worker: Worker) -> bool:
+    """Whether all that `worker` holds at its horizon would fit into the free blocks alone, so that nothing runs out
+    before; by sums, for which each sequence is a block and a token longer."""
+    assert worker.report is not None
+    size = worker.hello.block_size
+    most = worker.num_held_tokens + worker.num_held_running * (worker.horizon + size + 1)
+    return most <= worker.report.free_blocks * size
+
+
 def growth(worker: Worker, held: HeldRequest, request: Request, steps: int) -> int:
     """Blocks that the request takes in the next `steps` steps; negative when it ends and gives back those that it did
     not find there."""

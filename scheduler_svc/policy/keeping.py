@@ -20,7 +20,7 @@ from shared.preemption import is_swapped
 
 def is_kept(worker: Worker, victim: Request) -> bool:
     """Whether `victim`, which gives way now, stays with `worker`."""
-    held, report = worker.held.get(victim.request_id), worker.report
+    held, report = victim.held, worker.report
     if held is None or report is None or report.is_draining:
         return False
     size = worker.hello.block_size
@@ -36,13 +36,13 @@ def is_kept(worker: Worker, victim: Request) -> bool:
 
 def may_move(worker: Worker, waiting: Request, now: float) -> bool:
     """Whether `waiting`, which `worker` holds and does not run, may be computed elsewhere by now."""
-    held = worker.held[waiting.request_id]
-    if held.num_swapped_blocks == 0 or worker.report is None or waiting.waits_since is None:
+    held = waiting.held
+    if held is None or held.num_swapped_blocks == 0 or worker.report is None or waiting.waits_since is None:
         return True
     return now - waiting.waits_since >= held.num_tokens * worker.report.token_s
 
 
 def _num_promised(worker: Worker) -> int:
     """Blocks of host memory for those that have been told to go there and have not gone yet."""
-    told = (i for i, request in worker.assigned.items() if request.is_preempting and request.is_staying)
-    return sum(forecast.num_own_blocks(worker.held[i]) for i in told if i in worker.held)
+    told = (request for request in worker.assigned.values() if request.is_preempting and request.is_staying)
+    return sum(forecast.num_own_blocks(request.held) for request in told if request.held is not None)

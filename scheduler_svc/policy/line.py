@@ -137,12 +137,11 @@ class Line:
         user that come back."""
         self._holder, self._first = request, None
 
-    def charge(self, request: Request, tokens: int) -> None:
-        """Count tokens that were served to `request`'s tenant and user."""
+    def charge(self, tenant: str, user: str, num_tokens: int) -> None:
+        """Count tokens that a user of a tenant was served."""
         self._first = None
-        tenant = request.summary.tenant
-        self._tenants.charge(tenant, tokens)
-        self._line_of(tenant).users.charge(request.summary.user, tokens)
+        self._tenants.charge(tenant, num_tokens)
+        self._line_of(tenant).users.charge(user, num_tokens)
 
     def _line_of(self, tenant: str) -> _TenantLine:
         own = self._by_tenant.get(tenant)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scheduler_svc.decisions import Decision, Recheck, RequeueOne
-from scheduler_svc.policy.state import EntryKey, Request, Worker, entry_key
+from scheduler_svc.policy.state import EntryKey, Listed, Request, Worker
 
 GONE_S = 0.5
 """How long a worker that has applied a RunRequest may not list it before it is held to have forgotten it; the record
@@ -11,26 +11,36 @@ says sooner whether it has ended or was given back."""
 MIN_UNLISTED_REPORTS = 2
 
 
-def compare(worker: Worker, now: float, *, lease_s: float) -> list[Decision]:
+def compare(worker: Worker, listed: Listed, now: float, *, lease_s: float) -> list[Decision]:
     """Note who is listed; `Recheck` for those that have just vanished, `RequeueOne` for the forgotten.
 
     Args:
+        listed: requests of `worker` that its last report lists.
         lease_s: patience for a request of which it is not known whether the worker has read its RunRequest.
     """
     assert worker.report is not None
-    applied = entry_key(worker.report.last_inbox_id)
+    applied = worker.applied
+    for request, held in listed:
+        request.was_listed = True
+        if request.unlisted_reports:
+            request.unlisted_reports, request.unlisted_since = 0, None
+        if request.preempt_entry is not None and request.preempt_entry <= applied:
+            # The worker has read our Preempt and still holds the request: it found it void, or was to keep it.
+            request.is_preempting, request.is_staying, request.preempt_entry = False, False, None
+        if held.num_running > 0:
+            request.waits_from = request.waits_since = None
+        elif request.waits_from is None:
+            request.waits_from, request.waits_since = worker.report.num_steps, now
+    unlisted = [request for request in worker.assigned.values() if request.held is None]
+    return _miss(worker, unlisted, now, lease_s) if unlisted else []
+
+
+def _miss(worker: Worker, unlisted: list[Request], now: float, lease_s: float) -> list[Decision]:
     gone: list[Request] = []
     found: list[Decision] = []
-    for request in worker.assigned.values():
-        if (held := worker.held.get(request.request_id)) is not None:
-            _note_listed(request, applied)
-            if held.num_running > 0:
-                request.waits_from = request.waits_since = None
-            elif request.waits_from is None:
-                request.waits_from, request.waits_since = worker.report.num_steps, now
-            continue
+    for request in unlisted:
         request.waits_from = request.waits_since = None
-        if not _is_pending(request, applied):
+        if not _is_pending(request, worker.applied):
             is_gone = request.was_listed or request.entry is not None
             if _note_unlisted(request, now, patience_s=GONE_S if is_gone else lease_s):
                 found.append(_requeue(worker, request))
@@ -44,15 +54,6 @@ def compare(worker: Worker, now: float, *, lease_s: float) -> list[Decision]:
 def _is_pending(request: Request, applied: EntryKey) -> bool:
     """Its RunRequest lies in the inbox, not applied yet."""
     return not request.was_listed and request.entry is not None and request.entry > applied
-
-
-def _note_listed(request: Request, applied: EntryKey) -> None:
-    request.was_listed = True
-    if request.unlisted_reports:
-        request.unlisted_reports, request.unlisted_since = 0, None
-    if request.preempt_entry is not None and request.preempt_entry <= applied:
-        # The worker has read our Preempt and still holds the request: it found it void, or was to keep it.
-        request.is_preempting, request.is_staying, request.preempt_entry = False, False, None
 
 
 def _note_unlisted(request: Request, now: float, *, patience_s: float) -> bool:

@@ -82,7 +82,7 @@ def passed_over(worker: Worker) -> list[Request]:
     waiting = [request for request in worker.assigned.values() if request.waits_from is not None]
     if not waiting:
         return waiting
-    num_running = sum(held.num_running for held in worker.held.values())
+    num_running = worker.num_running
     has_slot = num_running < worker.hello.max_num_seqs
     return [
         request
@@ -95,10 +95,9 @@ def passed_over(worker: Worker) -> list[Request]:
 
 
 def _num_wanted(worker: Worker, waiting: Request) -> int:
-    return worker.blocks_for(worker.held[waiting.request_id].num_tokens)
+    return 0 if waiting.held is None else worker.blocks_for(waiting.held.num_tokens)
 
 
 def _has_waiting(worker: Worker) -> bool:
     """Whether somebody assigned to `worker` does not run there yet."""
-    held = worker.held
-    return any(i not in held or held[i].num_waiting > 0 for i in worker.assigned)
+    return any(request.held is None or request.held.num_waiting > 0 for request in worker.assigned.values())

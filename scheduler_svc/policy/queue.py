@@ -8,7 +8,8 @@ never rises above the best class there is, and keeps what it has risen while it 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 
 from scheduler_svc.policy.deadlines import Deadlines
 from scheduler_svc.policy.line import Line
@@ -128,9 +129,18 @@ class Queue:
     def charge(self, request: Request, total: int) -> None:
         """`request` has been served `total` tokens by now: count what is new to its tenant and user."""
         if total != request.charged:
-            lane = self._lanes[request.summary.fingerprint]
-            lane.lines[request.level].charge(request, total - request.charged)
+            lane, summary = self._lanes[request.summary.fingerprint], request.summary
+            lane.lines[request.level].charge(summary.tenant, summary.user, total - request.charged)
             request.charged = total
+
+    def charge_all(self, served: Iterable[tuple[Request, int]]) -> None:
+        """Count these tokens, too; those of one tenant and user at once where they follow one another."""
+        for (level, (fingerprint, tenant, user)), group in groupby(served, _counter):
+            num_tokens = 0
+            for request, num_new in group:
+                request.charged += num_new
+                num_tokens += num_new
+            self._lanes[fingerprint].lines[level].charge(tenant, user, num_tokens)
 
     def _rise(self, lane: _Lane, request: Request) -> None:
         better = bisect_left(lane.classes, request.level) - 1
@@ -164,3 +174,8 @@ class Queue:
         lane.lines[level].num_live += change
         if lane.lines[level].num_live == 0:
             del lane.lines[level], lane.classes[bisect_left(lane.classes, level)]
+
+
+def _counter(served: tuple[Request, int]) -> tuple[int, tuple[str, str, str]]:
+    """Where a request's tokens are counted."""
+    return served[0].level, served[0].party

@@ -16,7 +16,7 @@ How it keeps its picture true:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scheduler_svc import decisions as d
@@ -27,11 +27,11 @@ from scheduler_svc.policy.fleet import TOKENS_PER_SEQUENCE, Fleet
 from scheduler_svc.policy.liveness import Watch
 from scheduler_svc.policy.queue import Queue
 from scheduler_svc.policy.sizing import Sizing
-from scheduler_svc.policy.state import Phase, Request, Worker, as_submitted, entry_key
+from scheduler_svc.policy.state import EntryKey, Listed, Phase, Request, Worker, entry_key
 from shared.bus import RequestRecord, RequestState, WorkerPulse
 from shared.capacity import never_fits_message
 from shared.ids import GatewayId, RequestId, WorkerId
-from shared.messages import WorkerHello
+from shared.messages import SubmitRequest, WorkerHello
 
 Decisions = list[d.Decision]
 
@@ -96,7 +96,7 @@ class Policy:
 
     @property
     def num_running(self) -> int:
-        return sum(len(worker.assigned) for worker in self._workers.values())
+        return sum(fleet.news.levels.total() for fleet in self._fleets.values())
 
     @property
     def num_workers(self) -> int:
@@ -116,12 +116,14 @@ class Policy:
         match event:
             case d.Reported():
                 found = self._on_report(event, now)
-            case d.Observed():
-                found = [decision for record in event.records for decision in self._observe(record, now)]
             case d.Submitted():
                 found = self._on_submitted(event, now)
+            case d.DispatchDone() | d.DispatchRefused() | d.PreemptSent():
+                found = self._on_outcome(event)
             case d.Ended():
                 found = self._on_ended(event)
+            case d.Observed():
+                found = [decision for record in event.records for decision in self._observe(record, now)]
             case d.WorkersSeen():
                 found = self._on_workers(event.pulses, now)
             case d.WorkerLeft():
@@ -130,12 +132,11 @@ class Policy:
                 found = self._on_gateways(event, now)
             case d.GatewayRemoved():
                 found = self._on_gateway_removed(event, now)
-            case d.DispatchDone() | d.DispatchRefused() | d.PreemptSent():
-                found = self._on_outcome(event)
             case d.Tick():
                 found = [self._abort(self._requests[i], "deadline", _DEADLINE) for i in self._deadlines.due(now)]
                 self._queue.age(now)
-        found += self._place_queued(now, always=isinstance(event, d.Tick))
+        if len(self._queue):
+            found += self._place_queued(now, always=isinstance(event, d.Tick))
         if self._sizing is not None and isinstance(event, d.Tick):
             found += self._sizing.look(self._workers.values(), self._requests.values(), len(self._queue), now)
         return found
@@ -146,11 +147,11 @@ class Policy:
         found: Decisions = []
         for summary, order in event.requests:
             if summary.request_id not in self._requests:
-                found += self._follow_queued(self._add(as_submitted(summary, order), now), now)
+                found += self._follow_queued(self._add(summary, order, now), now)
         return found
 
-    def _add(self, record: RequestRecord, now: float) -> Request:
-        request = self._requests[record.summary.request_id] = Request(record, now)
+    def _add(self, summary: SubmitRequest, order: EntryKey, now: float) -> Request:
+        request = self._requests[summary.request_id] = Request(summary, order, now)
         request.due = now + self._config.ttft_s
         self._queue.open(request)
         self._deadlines.add(request, request.deadline)
@@ -160,11 +161,14 @@ class Policy:
         request = self._requests.get(record.summary.request_id)
         if record.state is RequestState.ENDED:
             return self._on_ended(d.Ended(request_ids=(record.summary.request_id,)))
+        is_new = request is None
         if request is None:
-            request = self._add(record, now)
+            request = self._add(record.summary, record.order, now)
         elif request.phase is Phase.RUNNING and record.attempt < request.attempt:
             return []
         request.update(record)
+        if is_new and record.attempt:  # an earlier leader has counted what it was served
+            request.arrived_at, request.charged = None, request.num_served
         if request.attempt and request.num_served > request.charged:
             self._queue.charge(request, request.num_served)
         if record.owner is None:
@@ -182,7 +186,7 @@ class Policy:
             request.queued_at = now
             request.due = now + self._config.tpot_s if request.num_logged else request.due
             self._queue.add(request, now)
-        return self._refuse([request])
+        return self._refuse(request)
 
     def _follow_running(self, request: Request, owner: WorkerId) -> Decisions:
         self._queue.remove(request)
@@ -239,28 +243,27 @@ class Policy:
         del self._requests[request.request_id]
 
     def _unassign(self, request: Request) -> None:
-        if request.worker_id is not None and (worker := self._workers.get(request.worker_id)) is not None:
+        worker = None if request.worker_id is None else self._workers.get(request.worker_id)
+        if worker is None:
+            request.leave_worker()
+        else:
             worker.drop(request)
-        request.leave_worker()
 
-    def _refuse(self, queued: Iterable[Request]) -> Decisions:
-        """Reject those that no live worker of their model could hold even alone; one that has run before may wait for
-        a larger worker to come back."""
-        found: Decisions = []
-        for request in list(queued):
-            fleet = self._fleets.get(request.summary.fingerprint)
-            if request.attempt > 0 or fleet is None or fleet.can_ever_hold(request):
-                continue
-            hello = fleet.largest.hello
-            message = never_fits_message(
-                request.largest,
-                block_size=hello.block_size,
-                num_blocks=hello.num_blocks,
-                num_resident=hello.num_resident,
-            )
-            self._forget(request)
-            found.append(d.Reject(request_id=request.request_id, message=message))
-        return found
+    def _refuse(self, request: Request) -> Decisions:
+        """Reject it if no live worker of its model could hold it even alone; one that has run before may wait for a
+        larger worker to come back."""
+        fleet = self._fleets.get(request.summary.fingerprint)
+        if request.attempt > 0 or fleet is None or fleet.can_ever_hold(request):
+            return []
+        hello = fleet.largest.hello
+        message = never_fits_message(
+            request.largest,
+            block_size=hello.block_size,
+            num_blocks=hello.num_blocks,
+            num_resident=hello.num_resident,
+        )
+        self._forget(request)
+        return [d.Reject(request_id=request.request_id, message=message)]
 
     # Placement.
 
@@ -293,30 +296,34 @@ class Policy:
     def _on_report(self, event: d.Reported, now: float) -> Decisions:
         worker = self._workers.get(event.report.worker_id)
         last = None if worker is None else worker.report
-        if worker is None or not worker.take(event.report):
+        listed = None if worker is None else worker.take(event.report)
+        if worker is None or listed is None:
             return []
-        found = listing.compare(worker, now, lease_s=self._config.worker_lease_s)
+        found = listing.compare(worker, listed, now, lease_s=self._config.worker_lease_s)
         fleet = self._fleets[worker.hello.fingerprint]
         fleet.news.prefixes.take(event.report, is_next=last is not None and event.report.seq == last.seq + 1)
-        self._count_served(worker, fleet, now)
+        self._count_served(listed, worker, fleet, now)
         worker.reported_at = now
         for victim in preemption.choose_victims(worker, self._config.max_preemptions):
             found.append(dispatching.preempt(victim, worker))
         return found + self._make_way(worker, fleet, now)
 
-    def _count_served(self, worker: Worker, fleet: Fleet, now: float) -> None:
-        """Charge what the report shows to be new, and time first tokens."""
-        for request_id, held in worker.held.items():
-            request = worker.assigned[request_id]
-            num_new = held.num_tokens - request.num_known
-            if num_new <= 0 or held.num_running + held.num_waiting != len(request.open_choices):
+    def _count_served(self, listed: Listed, worker: Worker, fleet: Fleet, now: float) -> None:
+        """Charge what the report of `worker` shows to be new, and time first tokens."""
+        served: list[tuple[Request, int]] = []
+        for request, held in listed:
+            if held.num_tokens <= request.num_known:
                 continue
-            if request.num_served + num_new > request.charged:
-                self._queue.charge(request, request.num_served + num_new)
+            if held.num_running + held.num_waiting != len(request.open_choices):
+                continue
+            num_new = request.num_served + held.num_tokens - request.num_known - request.charged
+            if num_new > 0:
+                served.append((request, num_new))
             if self._sizing is not None:
                 self._sizing.note_first_token(request, worker)
             if request.sent_at is not None:
                 fleet.prompt_latency_s, request.sent_at = now - request.sent_at, None
+        self._queue.charge_all(served)
 
     def _make_way(self, worker: Worker, fleet: Fleet, now: float) -> Decisions:
         """Since somebody waits in `worker`, those of lower classes give way, or the one that waits leaves for another
@@ -349,7 +356,10 @@ class Policy:
         for worker_id in {**dict.fromkeys(silent), **dict.fromkeys(stalled)}:
             found.append(d.Requeue(worker_id=worker_id, why="silent" if worker_id in silent else "stalled"))
             found += self._remove_worker(worker_id)
-        return found + (self._refuse(self._queue) if joined or found else [])
+        if joined or found:
+            for request in list(self._queue):
+                found += self._refuse(request)
+        return found
 
     def _make_fleet(self) -> Fleet:
         return Fleet(self._config.max_preemptions, self._config.tokens_per_sequence)

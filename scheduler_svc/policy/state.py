@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
 from scheduler_svc.policy.sharing import FleetPrefixes
-from shared.bus import ChoiceState, RequestRecord, RequestState
-from shared.capacity import blocks_for
+from shared.bus import ChoiceState, RequestRecord
+from shared.capacity import blocks_for, most_tokens
 from shared.ids import EntryId, RequestId, WorkerId
 from shared.messages import HeldRequest, SubmitRequest, WorkerHello, WorkerReport
 from shared.prefix import unpack
 
 EntryKey = tuple[int, int]
+_UNTOUCHED = ChoiceState()
+MIN_HORIZON_STEPS = 4
+MAX_HORIZON_STEPS = 32
+LONGEST = 2**31
+"""Tokens of a sequence that nobody asks for; all are shorter."""
 
 
 def entry_key(entry_id: EntryId | str) -> EntryKey:
@@ -29,22 +35,6 @@ def rank_of(order: tuple[int, int]) -> int:
         order: (milliseconds, number within the millisecond). The result stays below 2**53, which Lua numbers hold.
     """
     return order[0] * 2048 + min(order[1], 2047)
-
-
-def as_submitted(summary: SubmitRequest, order: EntryKey) -> RequestRecord:
-    """The record as its submission leaves it, but for its listeners, which a wake-up does not name."""
-    return RequestRecord(
-        summary=summary,
-        state=RequestState.QUEUED,
-        order=order,
-        attempt=0,
-        owner=None,
-        listeners=(),
-        orphan_ttl_s=0.0,
-        preemptions=0,
-        crashes=0,
-        choices=(ChoiceState(),) * summary.num_choices,
-    )
 
 
 class Phase(Enum):
@@ -65,7 +55,7 @@ class OpenChoice(NamedTuple):
 
 
 class Request:
-    """One live request.
+    """One live request, at first as its submission leaves it.
 
     `entry` is where its RunRequest lies in its worker's inbox (None: dispatched by an earlier leader, or unconfirmed).
     `level` is its class, lower first: its priority, or what it has risen to by waiting (`queue.py`). `charged` tokens
@@ -75,6 +65,10 @@ class Request:
     In this leader's seconds: `arrived_at`, until its first token is seen (None: it came before this leader);
     `deadline`; `due`, when its next token ought to be there; `blocked_from`, since when it is first in line and finds
     no room; `sent_at`, when it was dispatched, until its first token is seen.
+
+    `held` is what the last report of its worker says of this attempt, None if it is not listed.
+
+    `party` shares one counter of served tokens in each class: its model, tenant and user.
 
     `prefixes` are the names of each prompt's first blocks, none or one list a prompt; `num_shared` of its blocks were
     in use by others when it was assigned.
@@ -94,6 +88,7 @@ class Request:
         "deadline",
         "due",
         "entry",
+        "held",
         "is_preempting",
         "is_staying",
         "largest",
@@ -107,6 +102,7 @@ class Request:
         "open_choices",
         "order",
         "orphan_since",
+        "party",
         "phase",
         "preempt_entry",
         "preemptions",
@@ -124,32 +120,31 @@ class Request:
         "worker_id",
     )
 
-    def __init__(self, record: RequestRecord, now: float) -> None:
-        self.summary: SubmitRequest = record.summary
-        self.request_id = record.summary.request_id
-        self.order = record.order
-        self.rank = rank_of(record.order)
-        has_names = len(record.summary.prefixes) == len(record.summary.prompt_lens)
-        self.prefixes = tuple(map(unpack, record.summary.prefixes)) if has_names else ()
+    def __init__(self, summary: SubmitRequest, order: EntryKey, now: float) -> None:
+        self.summary = summary
+        self.request_id = summary.request_id
+        self.order = order
+        self.rank = rank_of(order)
+        self.party = summary.fingerprint, summary.tenant, summary.user
+        has_names = len(summary.prefixes) == len(summary.prompt_lens)
+        self.prefixes = tuple(map(unpack, summary.prefixes)) if has_names else ()
         self.num_shared = 0
-        self.level = record.summary.priority
+        self.level = summary.priority
         self.queued_at = self.due = now
-        self.arrived_at: float | None = None if record.attempt else now
+        self.arrived_at: float | None = now
         self.blocked_from: float | None = None
         self.sent_at: float | None = None
         self.phase = Phase.UNKNOWN
-        self.attempt = record.attempt
-        self.deadline = now + record.summary.timeout_s
+        self.attempt = 0
+        self.deadline = now + summary.timeout_s
         self.worker_id: WorkerId | None = None
         self.orphan_since: float | None = None
         self.lost_gateway = False
         self.preemptions = self.num_kept = 0
         self.crashes = 0
-        self.open_choices: tuple[OpenChoice, ...] = ()
-        self.num_logged = 0
+        self.charged = self.num_logged = 0
         self.leave_worker()
-        self.update(record)
-        self.charged = self.num_served if record.attempt else 0
+        self._count((_UNTOUCHED,) * summary.num_choices)
 
     @property
     def standing(self) -> tuple[int, int]:
@@ -161,9 +156,12 @@ class Request:
         self.attempt = record.attempt
         self.preemptions = record.preemptions + self.num_kept
         self.crashes = record.crashes
-        summary = record.summary
+        self._count(record.choices)
+
+    def _count(self, choices: Iterable[ChoiceState]) -> None:
+        summary = self.summary
         open_choices, num_logged, num_known, largest = [], 0, 0, 0
-        for number, state in enumerate(record.choices):
+        for number, state in enumerate(choices):
             num_tokens = state.num_tokens
             num_logged += num_tokens
             if state.is_open:
@@ -185,6 +183,7 @@ class Request:
     def leave_worker(self) -> None:
         """Forget where it ran."""
         self.worker_id = None
+        self.held: HeldRequest | None = None
         self.entry: EntryKey | None = None
         self.was_listed = False
         self.waits_from: int | None = None
@@ -193,6 +192,10 @@ class Request:
         self.unlisted_since: float | None = None
         self.is_preempting = self.is_staying = False
         self.preempt_entry: EntryKey | None = None
+
+
+Listed = list[tuple[Request, HeldRequest]]
+"""Requests that a report lists, and what it says of each."""
 
 
 class Load(NamedTuple):
@@ -222,7 +225,10 @@ class Worker:
     """One worker; `report` is None until it has reported to this leader.
 
     `load` is a sum of `claims`, made by `admission.py`; `stale` names those whose claim may have changed since, None
-    that all may have. `reported_at`: when this leader heard its last report.
+    that all may have. `reported_at`: when this leader heard its last report; `applied`: the newest entry of its inbox
+    that it had applied. `horizon`: steps that decisions look ahead, those of two report intervals within limits.
+    `num_held_tokens` and `num_held_running` are sums over all that it lists, known or not.
+    `longest`: tokens that one sequence may come to have alone; `num_resident` of them are in blocks at once (0: all).
 
     Args:
         headroom: growth in tokens kept free for each sequence at admission; None: as the forecast says.
@@ -230,17 +236,21 @@ class Worker:
     """
 
     __slots__ = (
+        "applied",
         "assigned",
         "claims",
         "headroom",
-        "held",
         "hello",
+        "horizon",
         "load",
+        "longest",
         "news",
+        "num_held_running",
+        "num_held_tokens",
+        "num_resident",
         "report",
         "reported_at",
         "stale",
-        "steps_per_report",
         "worker_id",
     )
 
@@ -251,9 +261,14 @@ class Worker:
         self.headroom = headroom
         self.report: WorkerReport | None = None
         self.reported_at: float | None = None
+        self.applied: EntryKey = (0, 0)
         self.assigned: dict[RequestId, Request] = {}
-        self.held: dict[RequestId, HeldRequest] = {}
-        self.steps_per_report = 1
+        self.horizon = MIN_HORIZON_STEPS
+        self.num_held_tokens = self.num_held_running = 0
+        self.num_resident = hello.num_resident
+        self.longest = most_tokens(
+            block_size=hello.block_size, num_blocks=hello.num_blocks, num_resident=self.num_resident, limit=LONGEST
+        )
         self.load = Load(0, 0)
         self.claims: dict[RequestId, tuple[int, int]] = {}
         self.stale: set[RequestId] | None = None
@@ -268,6 +283,11 @@ class Worker:
         self.news.changed.add(self.worker_id)
 
     @property
+    def num_running(self) -> int:
+        """Sequences of its requests that run, as far as the last report tells."""
+        return sum(request.held.num_running for request in self.assigned.values() if request.held is not None)
+
+    @property
     def is_accepting(self) -> bool:
         """It has reported to this leader and does not drain."""
         return self.report is not None and not self.report.is_draining
@@ -277,22 +297,34 @@ class Worker:
         """It drains."""
         return self.report is not None and self.report.is_draining
 
-    def take(self, report: WorkerReport) -> bool:
-        """Take a report over; False if it is not newer than the last one, or says what cannot be."""
-        if not _is_possible(report, self.hello):
-            return False
+    def take(self, report: WorkerReport) -> Listed | None:
+        """Take a report over; its requests that are listed, in that order. None if the report is not newer than the
+        last one, or says what cannot be."""
+        if (self.report is not None and report.seq <= self.report.seq) or not _is_possible(report, self.hello):
+            return None
+        listed = []
+        num_tokens = num_running = 0
+        for held in report.held:
+            if not 0 <= held.num_shared_blocks <= held.num_blocks or held.num_swapped_blocks < 0:
+                return None
+            if held.num_tokens < 0 or held.num_running < 0 or held.num_waiting < 0:
+                return None
+            num_tokens += held.num_tokens
+            num_running += held.num_running
+            request = self.assigned.get(held.request_id)
+            if request is not None and request.attempt == held.attempt:
+                listed.append((request, held))
         if self.report is not None:
-            if report.seq <= self.report.seq:
-                return False
-            self.steps_per_report = max(1, report.num_steps - self.report.num_steps)
-        self.report = report
-        self.held = {
-            held.request_id: held
-            for held in report.held
-            if (request := self.assigned.get(held.request_id)) is not None and request.attempt == held.attempt
-        }
+            num_steps = 2 * (report.num_steps - self.report.num_steps)
+            self.horizon = min(MAX_HORIZON_STEPS, max(MIN_HORIZON_STEPS, num_steps))
+        self.report, self.applied = report, entry_key(report.last_inbox_id)
+        self.num_held_tokens, self.num_held_running = num_tokens, num_running
+        for request in self.assigned.values():
+            request.held = None
+        for request, held in listed:
+            request.held = held
         self.touch()
-        return True
+        return listed
 
     def assign(self, request: Request) -> None:
         """Count `request` as this worker's."""
@@ -309,7 +341,6 @@ class Worker:
     def drop(self, request: Request) -> None:
         """Count `request` no longer; a no-op if it is not this worker's."""
         if self.assigned.pop(request.request_id, None) is not None:
-            self.held.pop(request.request_id, None)
             if self.hello.has_prefix_cache:
                 self.news.prefixes.release(self.worker_id, request.prefixes)
             request.num_shared = 0
@@ -343,12 +374,7 @@ class Worker:
 
 
 def _is_possible(report: WorkerReport, hello: WorkerHello) -> bool:
-    """Whether the numbers could be those of a worker with that hello; wrong ones would be believed for good."""
-    for held in report.held:
-        if held.num_shared_blocks < 0 or held.num_blocks < held.num_shared_blocks or held.num_swapped_blocks < 0:
-            return False
-        if held.num_tokens < 0 or held.num_running < 0 or held.num_waiting < 0:
-            return False
+    """Whether its own numbers could be those of a worker with that hello; wrong ones would be believed for good."""
     major, _, minor = report.last_inbox_id.partition("-")
     return (
         0 <= report.free_blocks <= hello.num_blocks

@@ -71,7 +71,7 @@ class _Room:
         self._slots += seqs
 
     def _count(self, other: Request, level: int) -> None:
-        held = self._worker.held.get(other.request_id)
+        held = other.held
         if other.is_preempting and not (other.is_staying and other.level <= level):
             self._blocks += 0 if held is None else forecast.num_own_blocks(held)
         elif other.level <= level:
@@ -86,7 +86,6 @@ class _Room:
 
     def _taken(self, lower: Request) -> tuple[int, int]:
         """(blocks, slots) that somebody of a lower class has, or will have when it comes."""
-        held = self._worker.held.get(lower.request_id)
-        if held is None:
+        if lower.held is None:
             return admission.demand(self._worker, lower), len(lower.open_choices)
-        return forecast.num_own_blocks(held), held.num_running
+        return forecast.num_own_blocks(lower.held), lower.held.num_running

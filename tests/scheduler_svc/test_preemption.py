@@ -6,11 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scheduler_svc import decisions as d
+from scheduler_svc.policy import forecast
 from scheduler_svc.policy.scheduler import PolicyConfig
+from scheduler_svc.policy.state import Request, Worker
 from shared.bus import ChoiceState
-from shared.messages import HeldRequest
+from shared.ids import WorkerId
+from shared.messages import HeldRequest, WorkerReport
 from tests.scheduler_svc.cell import PolicyCell, dispatched, held, make_hello, make_record, running
 
 
@@ -110,6 +115,28 @@ def test_the_horizon_follows_the_report_interval() -> None:
     roomy = (held("a", blocks=5, tokens=70), held("b", blocks=5, tokens=70))
     cell.report("w", free=0, held=roomy, num_steps=1)
     assert preempted(cell.report("w", free=0, held=roomy, num_steps=9)) == ["b"]
+
+
+@given(
+    st.lists(st.tuples(*(st.integers(0, most) for most in (60, 3, 2))), max_size=5),
+    st.integers(0, 30),
+    st.integers(0, 20),
+    st.sampled_from([0, 24]),
+)
+def test_the_sums_never_overlook_growth(rows: list[tuple[int, int, int]], free: int, steps: int, window: int) -> None:
+    """Where the sums of a report say that nothing runs out, growth counted one by one should fit at the horizon."""
+    worker = Worker(make_hello("w", num_blocks=40, block_size=4, window=window, step_tokens=8 if window else 0))
+    lists = []
+    for number, (tokens, num_running, num_waiting) in enumerate(rows):
+        worker.assign(Request(make_record(f"r{number}").summary, (number, 0), now=0.0))
+        one = held(f"r{number}", blocks=0, tokens=tokens, attempt=0, seqs=num_running)
+        lists.append(replace(one, num_waiting=num_waiting))
+    for seq, num_steps in ((1, 0), (2, steps)):
+        report = WorkerReport(worker_id=WorkerId("w"), seq=seq, last_inbox_id="", free_blocks=free, num_blocks=40,
+                              num_steps=num_steps, held=tuple(lists))  # fmt: skip
+        assert len(rows) == len(worker.take(report) or [])
+    if forecast.fits_again(worker):
+        assert sum(forecast.blocks_in(worker, one, worker.horizon) for one in lists) <= free
 
 
 def waiting(name: str) -> HeldRequest:

@@ -215,12 +215,18 @@ class OrderWatcher:
 
     def _check_nobody_better_waits(self, cell: Simulation) -> None:
         """Nobody waits while a worker holds lower classes only, all of which may give way."""
-        for request_id, other in self.waiting.items():
-            for worker_id, report in self.reports.items():
-                ids = {i for i, owner in self.sent.items() if owner == worker_id}
-                is_current = {h.request_id for h in report.held} <= ids  # else blocks come back with the next report
-                if ids and is_current and all(self._is_lower(cell, i, other.summary.priority) for i in ids):
-                    raise AssertionError(f"{request_id} waits though {worker_id} holds only {ids}")
+        if not self.waiting:
+            return
+        request_id, best = min(self.waiting.items(), key=lambda item: item[1].summary.priority)
+        owned: dict[WorkerId, set[RequestId]] = {}
+        for sent_id, worker_id in self.sent.items():
+            owned.setdefault(worker_id, set()).add(sent_id)
+        for worker_id, ids in owned.items():
+            report = self.reports.get(worker_id)
+            if report is None or not all(self._is_lower(cell, i, best.summary.priority) for i in ids):
+                continue
+            is_current = {h.request_id for h in report.held} <= ids  # else blocks come back with the next report
+            assert not is_current, f"{request_id} waits though {worker_id} holds only {ids}"
 
     def _is_lower(self, cell: Simulation, request_id: RequestId, level: int) -> bool:
         is_bounded = self._num_given_way(cell, request_id) >= self.max_preemptions or request_id in self.leaving

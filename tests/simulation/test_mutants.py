@@ -88,7 +88,7 @@ def _rise_above_all(true: Any) -> Any:
 
 
 def _oldest_gives_way(true: Any) -> Any:
-    return lambda worker, candidates, most: true(worker, list(reversed(candidates)), most)
+    return lambda candidates, most: true(list(reversed(candidates)), most)
 
 
 def _pass_for_ever(true: Any) -> Any:
@@ -96,7 +96,7 @@ def _pass_for_ever(true: Any) -> Any:
 
 
 def _nobody_is_too_tired(true: Any) -> Any:
-    return lambda where, who, most: true(where, who, 10**9)
+    return lambda *who: true(*who[:-1], 10**9)
 
 
 def _whatever_room(true: Any) -> Any:
@@ -105,8 +105,8 @@ def _whatever_room(true: Any) -> Any:
 
 def _no_claim_of_swapped(true: Any) -> Any:
     def claim(worker: Any, request: Any, room: int) -> tuple[int, int]:
-        held = worker.held.get(request.request_id)
-        return (0, 0) if held is not None and held.num_swapped_blocks else true(worker, request, room)
+        is_swapped = request.held is not None and request.held.num_swapped_blocks
+        return (0, 0) if is_swapped else true(worker, request, room)
 
     return claim
 
@@ -141,7 +141,7 @@ MUTANTS = (
     Mutant("late work ends", Deadlines, "due", lambda true: lambda self, now: [], order.holds_deadlines),
     Mutant("blocks are not given twice", admission, "demand", lambda true: lambda *_: 0, basic.holds_blocks),
     Mutant("who stays counts as preempted", Request, "keep", lambda true: lambda self: None, order.holds_bounds),
-    Mutant("nobody stays without room", keeping, "is_swapped", _whatever_room, order.holds_order),
+    Mutant("nobody stays without room", keeping, "is_swapped", _whatever_room, order.holds_room),
     Mutant("room is promised once", keeping, "_num_promised", lambda true: lambda worker: 0, order.holds_room),
     Mutant("who stays does not bounce", preemption, "_comes_back", lambda true: lambda *_: False, order.holds_order),
     Mutant("a swapped one keeps its claim", admission, "claim", _no_claim_of_swapped, basic.holds_claims),

@@ -85,13 +85,13 @@ def holds_shares(sizes: list[tuple[int, int]], weight: float) -> None:
     """Two tenants that always wait get tokens by weight, to within a quantum and what runs."""
     arrivals = [
         SimulatedRequest(arrival_s=0.0, prompt_len=prompt, max_tokens=output, output_len=output, tenant=tenant)
-        for prompt, output in sizes * (1200 // len(sizes))
+        for prompt, output in sizes * (1500 // len(sizes))
         for tenant in "ab"
     ]
     config = PolicyConfig(tenant_weights={"a": weight})
     workers = [SimulatedWorkerSpec(num_blocks=200, block_size=8, max_num_seqs=4)]
     cell = Simulation(arrivals, workers, config=config, cost=CostModel(step_s=0.01, token_s=0.0))
-    result = cell.run(6.0)
+    result = cell.run(7.0)
     served = {"a": 0, "b": 0}
     for request_id in dict(result.dispatched):
         record = cell.cell.records[request_id]
