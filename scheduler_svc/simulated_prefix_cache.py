@@ -91,6 +91,11 @@ class SimulatedPrefixCache:
         chain = self._chains.get(names[-1]) if names else None
         return len(names) if chain is not None and chain.num_users else 0
 
+    def is_shared(self, names: Names) -> bool:
+        """Whether several have a prefix."""
+        chain = self._chains.get(names[-1]) if names else None
+        return chain is not None and chain.num_users > 1
+
     def is_computed(self, names: Names) -> bool:
         """Whether all of a prefix is there."""
         chain = self._chains.get(names[-1]) if names else None
@@ -159,7 +164,7 @@ class SimulatedPrefixCache:
             chain = next(iter(self._unused))
             left = max(0, chain.num_blocks - (self.num_unused - num_free))
             self.num_unused -= chain.num_blocks - left
-            self._note(chain.names[left : chain.num_blocks], has_come=False)
+            self._note(chain.names[left : chain.num_blocks][::-1], has_come=False)
             chain.num_blocks = left
             if not left:
                 del self._unused[chain]
