@@ -1,10 +1,10 @@
 """Compiles the C sources once for this machine's instruction set and loads the result.
 
-The library lies in the cache folder under the hash of sources and flags, so a new version builds anew (some seconds)
-and everybody else finds it. Two processes that build at once each rename a finished file into place. `python -m
-kernels.cpu.build` puts one for each instruction set into the folder `built` beside the sources, where they are looked
-for first: images bring them along and need no compiler. Without AVX2, or without a library and a compiler, why not is
-said once: the torch paths run then.
+The library lies in the cache folder under the hash of sources and flags, so a new version builds anew (half a minute)
+and everybody else finds it. Who comes while another process builds waits for that; a finished file is renamed into
+place. `python -m kernels.cpu.build` puts one for each instruction set into the folder `built` beside the sources, where
+they are looked for first: images bring them along and need no compiler. Without AVX2, or without a library and a
+compiler, why not is said once: the torch paths run then.
 
 There are three instruction sets: AVX2 with FMA, AVX-512 with its dot products, and AMX beside that, whose tiles
 multiply far faster. They add up in different orders, so a float sum may differ in its last bits between them.
@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -35,6 +36,7 @@ _FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra",
           "-ffp-contract=off", "-fno-math-errno")  # fmt: skip
 COMPILE_TIMEOUT_S = 300.0
 _UNFINISHED = "unfinished-"
+LOCK = ".kernels.lock"
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 """Linux, x86-64: the system call, its code ARCH_REQ_XCOMP_PERM, and the processor state that tiles are."""
 
@@ -152,10 +154,23 @@ def build(
     before_compiling()
     try:
         cache_folder.mkdir(parents=True, exist_ok=True)
-        _compile([compiler, *flags, *map(str, sorted(_FOLDER.glob("*.c")))], path)
+        with _alone_in(cache_folder):
+            if _is_whole(path):  # by somebody for whom this has waited
+                return Build(path, is_new=False)
+            _compile([compiler, *flags, *map(str, sorted(_FOLDER.glob("*.c")))], path)
     except OSError as error:
         raise CpuKernelsUnavailable(f"can't write {path}: {error}") from None
     return Build(path, is_new=True)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Nobody else compiles into `folder` meanwhile, where its file system has locks; the kernel drops one whose process
+    dies."""
+    with (folder / LOCK).open("w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _compile(command: list[str], path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from kernels.cpu.build import COMPILE_TIMEOUT_S, CpuKernelsUnavailable, Isa, build
+from kernels.cpu.build import COMPILE_TIMEOUT_S, LOCK, CpuKernelsUnavailable, Isa, build
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_leftovers_of_a_killed_compiler_are_swept(copying_compiler: bytes, tmp_p
     made = build(folder, Isa.AVX2)
     assert made.is_new
     assert made.path.read_bytes() == copying_compiler
-    assert sorted(path.name for path in folder.iterdir()) == [made.path.name, "unfinished-fresh.so"]
+    assert sorted(path.name for path in folder.iterdir()) == [LOCK, made.path.name, "unfinished-fresh.so"]
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.4, 1.0])
@@ -50,12 +51,20 @@ def test_a_damaged_library_is_compiled_again(copying_compiler: bytes, tmp_path: 
     assert path.read_bytes() == copying_compiler
 
 
+def test_who_comes_at_once_waits_and_finds_it(copying_compiler: bytes, tmp_path: Path) -> None:
+    """Of several that find no library at the same time one should compile it, the others load what that made."""
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(lambda _: build(tmp_path / "cache", Isa.AVX2), range(4)))
+    assert [build.is_new for build in made].count(True) == 1
+    assert made[0].path.read_bytes() == copying_compiler
+
+
 def test_a_compiler_that_writes_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Success without a library should be a reason, not an empty library."""
     _put_compiler(tmp_path, monkeypatch, "exit 0")
     with pytest.raises(CpuKernelsUnavailable, match="wrote nothing"):
         build(tmp_path / "cache", Isa.AVX2)
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [LOCK]
 
 
 def _put_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
