@@ -37,6 +37,7 @@ PROPERTIES: dict[Callable[..., None], tuple[st.SearchStrategy[Any], ...]] = {
     order.holds_shares: (order.shared_sizes, st.sampled_from([0.5, 2.0])),
     basic.holds_claims: (st.floats(0.02, 0.1),),
     basic.holds_bounds: (st.floats(0.02, 0.1),),
+    order.holds_standing: (st.floats(0.01, 0.1),),
     order.holds_bounds: (st.floats(0.05, 0.15), st.sampled_from([0, 60])),
     order.holds_room: (st.integers(12, 40),),
     order.holds_deadlines: (requests(is_ordered=True, can_expire=True), costs),
@@ -117,7 +118,7 @@ MUTANTS = (
     Mutant("seniority outlives a preemption", line.Heap, "add", _order_of_queueing, order.holds_order),
     Mutant("a lower class yields", yielding, "choose", lambda true: lambda *_: None, order.holds_order),
     Mutant("equals do not yield", yielding._Room, "_count", _to_equals, order.holds_order),
-    Mutant("the last in standing gives way", preemption, "_last", _oldest_gives_way, order.holds_order),
+    Mutant("the last in standing gives way", preemption, "_last", _oldest_gives_way, order.holds_standing),
     Mutant("preemptions at the wall are bounded", preemption, "_last", _nobody_is_too_tired, basic.holds_bounds),
     Mutant("preemptions for a better class are bounded", yielding, "choose", _nobody_is_too_tired, order.holds_bounds),
     Mutant(

@@ -193,6 +193,17 @@ def holds_room(num_swap_blocks: int) -> None:
     assert cell.result.num_swapped_out > 0, "too easy to tell"
 
 
+def holds_standing(gap_s: float) -> None:
+    """Equals whose growth does not fit: the last in standing gives way, and all finish."""
+    arrivals = [
+        SimulatedRequest(arrival_s=i * gap_s, prompt_len=8, max_tokens=90, output_len=90, tenant="ab"[i % 2])
+        for i in range(30)
+    ]
+    cell = run(arrivals, [SimulatedWorkerSpec(num_blocks=30, block_size=8, max_num_seqs=5)], CostModel())
+    assert ["finished"] * 30 == list(cell.result.ended.values())
+    assert len(cell.result.preempted) >= 10, "too easy to tell"
+
+
 def holds_bounds(urgent_gap_s: float, num_swap_blocks: int) -> None:
     """Urgent arrivals over a pool that preempts anyway: all are served, and nobody gives way too often."""
     slow = [
@@ -213,6 +224,13 @@ def holds_bounds(urgent_gap_s: float, num_swap_blocks: int) -> None:
 def test_room_in_host_memory_is_promised_once(num_swap_blocks: int) -> None:
     """With several told to give way at once, those for whom there is no room should be queued again, and all finish."""
     holds_room(num_swap_blocks)
+
+
+@settings(TRACES, max_examples=max(5, TRACES.max_examples // 10))
+@given(st.floats(0.01, 0.1))
+def test_the_last_in_standing_gives_way(gap_s: float) -> None:
+    """Where blocks run out among equals, no senior one should give way while a junior one stays."""
+    holds_standing(gap_s)
 
 
 @pytest.mark.case(79)
