@@ -334,6 +334,10 @@ class SimulatedWorker:
             is_draining=self.is_draining,
         )
 
+    def _num_others_use(self, sequence: SimulatedSequence) -> int:
+        """Blocks that it found and others use, too."""
+        return sequence.num_found if self.cache is not None and self.cache.is_shared(sequence.prefix) else 0
+
     def _held(self) -> tuple[HeldRequest, ...]:
         by_request: dict[tuple[RequestId, int], list[int]] = {}
         for is_running, sequences in ((1, self.running), (0, self.waiting)):
@@ -344,7 +348,7 @@ class SimulatedWorker:
                 sums[2] += is_running
                 sums[3] += 1 - is_running
                 sums[4] += sequence.num_swapped
-                sums[5] += sequence.num_shared + (sequence.num_found if is_running else 0)
+                sums[5] += sequence.num_shared + (self._num_others_use(sequence) if is_running else 0)
         return tuple(
             HeldRequest(
                 request_id=request_id,

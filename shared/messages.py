@@ -188,9 +188,9 @@ class WorkerHello:
 class HeldRequest:
     """One request that a worker holds: blocks in use, tokens known (prompt and output) over its choices.
 
-    `num_shared_blocks` of the blocks were there before it was admitted; others may use them, too. `num_running` of its
-    sequences have blocks and are in the batch, `num_waiting` wait inside the worker, with `num_swapped_blocks` in host
-    memory.
+    `num_shared_blocks` of the blocks were there before it was admitted and others use them, too: they stay when it
+    leaves. `num_running` of its sequences have blocks and are in the batch, `num_waiting` wait inside the worker, with
+    `num_swapped_blocks` in host memory.
     """
 
     request_id: RequestId

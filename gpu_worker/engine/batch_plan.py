@@ -200,7 +200,6 @@ class BatchPlanner:
         if fallen:
             self._pool.free(fallen[::-1])
             sequence.num_freed_blocks = first
-            sequence.num_shared_blocks = max(0, sequence.num_shared_blocks - len(fallen))
 
     def settle(self, sequence: Sequence) -> None:
         """A step with a draft of this running sequence is over: take back the blocks that no known token needs."""

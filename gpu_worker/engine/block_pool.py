@@ -10,6 +10,7 @@ looks at the whole pool except `check_integrity`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -56,6 +57,11 @@ class BlockPool:
     def is_shared(self, block: int) -> bool:
         """Whether a block has more than one owner."""
         return self._num_owners[block] > 1
+
+    def num_shared(self, block_ids: Sequence[int]) -> int:
+        """How many of these, a stretch of a table, have more than one owner. Whoever has one of a prefix has those
+        before it, so they are looked for by bisection; where owners give back early blocks first, that is a guess."""
+        return bisect_left(block_ids, True, key=lambda block: not self.is_shared(block))
 
     def allocate(self, count: int) -> list[int]:
         """`count` free blocks, now with one owner each; the caller has looked at `num_free`."""

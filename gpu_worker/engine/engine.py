@@ -285,7 +285,7 @@ class Engine:
             num_swapped_in=self._swap.num_copied_back,
             block_copy_s=self._swap.block_copy_s,
             token_s=self._cost.unit_s,
-            running={request_id: describe(self._held[request_id], self._swap) for request_id in running},
+            running={request_id: describe(self._held[request_id], self._swap, self._pool) for request_id in running},
         )
 
     def take_prefix_changes(self) -> list[tuple[bytes, bool]]:

@@ -121,7 +121,7 @@ class PrefixCache:
         num_hit = hit.num_blocks * self.pool.block_size
         sequence.num_computed = num_hit
         sequence.writer, sequence.num_awaited = hit.writer, hit.num_awaited
-        sequence.num_shared_blocks, sequence.num_settled = len(hit.block_ids), hit.num_blocks
+        sequence.num_found_blocks = sequence.num_settled = hit.num_blocks
         if sequence.num_output == 0 and sequence.num_cached is None:
             sequence.num_cached = min(num_hit, sequence.num_prompt_tokens)
         self.num_queried_tokens += sequence.num_known
@@ -168,7 +168,7 @@ class PrefixCache:
                 self.pool.unkeep(block)
         sequence.num_entered = sequence.num_settled = 0
         sequence.writer = None
-        sequence.num_shared_blocks = 0
+        sequence.num_found_blocks = 0
 
     def take_changes(self) -> list[tuple[bytes, bool]]:
         """Names that came (True) and went since the last call, in order; none where nothing is shared."""

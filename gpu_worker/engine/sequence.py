@@ -52,10 +52,10 @@ class Sequence:
         "num_cached",
         "num_computed",
         "num_entered",
+        "num_found_blocks",
         "num_freed_blocks",
         "num_prompt_tokens",
         "num_settled",
-        "num_shared_blocks",
         "prefix_names",
         "priority",
         "rank",
@@ -100,7 +100,7 @@ class Sequence:
         self.prefix_names: list[bytes] = []
         self.num_entered = 0
         self.num_settled = 0
-        self.num_shared_blocks = 0
+        self.num_found_blocks = 0
         self.num_cached: int | None = None
         self.writer: Sequence | None = None
         self.num_awaited = 0
@@ -109,6 +109,11 @@ class Sequence:
     def owned_block_ids(self) -> list[int]:
         """Its blocks, without those that it has given back early."""
         return self.block_ids[self.num_freed_blocks :] if self.num_freed_blocks else self.block_ids
+
+    @property
+    def found_block_ids(self) -> list[int]:
+        """Those of its blocks that were there before it was admitted; the first ones."""
+        return self.block_ids[self.num_freed_blocks : self.num_found_blocks]
 
     @property
     def num_owned_blocks(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gpu_worker.engine.block_pool import BlockPool
 from gpu_worker.engine.sequence import Sequence, SequenceStatus
 from gpu_worker.engine.swap import SwapSpace
 from shared.ids import RequestId
@@ -46,7 +47,7 @@ class EngineView:
     running: dict[RequestId, HeldRequest] = field(default_factory=dict)
 
 
-def describe(sequences: list[Sequence], swap: SwapSpace) -> HeldRequest:
+def describe(sequences: list[Sequence], swap: SwapSpace, pool: BlockPool) -> HeldRequest:
     """The sequences of one request, as a report tells of them."""
     num_running = sum(s.status is SequenceStatus.RUNNING for s in sequences)
     return HeldRequest(
@@ -56,6 +57,6 @@ def describe(sequences: list[Sequence], swap: SwapSpace) -> HeldRequest:
         num_tokens=sum(s.num_known for s in sequences),
         num_running=num_running,
         num_waiting=len(sequences) - num_running,
-        num_shared_blocks=sum(s.num_shared_blocks for s in sequences),
+        num_shared_blocks=sum(pool.num_shared(s.found_block_ids) for s in sequences),
         num_swapped_blocks=sum(map(swap.num_blocks_of, sequences)),
     )

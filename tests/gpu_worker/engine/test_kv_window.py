@@ -137,22 +137,23 @@ def test_should_give_the_same_tokens_whatever_happens(
 
 
 def test_shared_blocks_should_be_its_own_no_longer_when_they_fall_out() -> None:
-    """A sequence that found its prefix, but for what lies before the window, should be said to share just the blocks it
-    found, fewer as these fall out of the window, and none from then on: all it holds then is free when it leaves."""
+    """Two that found a prefix, but for what lies before the window, should be said to share just the blocks they found,
+    fewer as these fall out of the window, and none from then on."""
     driver = start(64, window=20)
     run(driver, make_sequence("a", PREFIX, max_tokens=1))
-    driver.engine.add(sequence := make_sequence("b", [*PREFIX, 1, 2, 3], max_tokens=40))
+    sequences = [make_sequence(name, [*PREFIX, 1, 2, 3], max_tokens=40) for name in "bc"]
+    for sequence in sequences:
+        driver.engine.add(sequence)
     shared = []
     while driver.engine.has_work:
         driver.step()
-        held = driver.engine.view().running.get("b")  # type: ignore[call-overload]
-        if held is not None:
-            shared.append(held.num_shared_blocks)
-            held_places = range(sequence.num_freed_blocks, len(sequence.block_ids))
-            assert held.num_shared_blocks == sum(place < 30 for place in held_places), "the first 30 were found"
-            if held.num_shared_blocks == 0:
-                assert held.num_blocks == num_used(driver)
-    assert sequence.num_cached == 120
+        for sequence in sequences:
+            held = driver.engine.view().running.get(sequence.request_id)
+            if held is not None:
+                shared.append(held.num_shared_blocks)
+                held_places = range(sequence.num_freed_blocks, len(sequence.block_ids))
+                assert held.num_shared_blocks == sum(place < 30 for place in held_places), "the first 30 were found"
+    assert [sequence.num_cached for sequence in sequences] == [120, 120]
     assert (shared[0], shared[-1]) == (4, 0)  # keys 104 .. 119 of the query at 123, in blocks 26 .. 29
     assert shared == sorted(shared, reverse=True)
     assert set(shared) == {0, 1, 2, 3, 4}

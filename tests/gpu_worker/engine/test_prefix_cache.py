@@ -116,6 +116,24 @@ def test_shared_blocks_should_count_once() -> None:
     assert driver.engine.view().free_blocks == 11 - 3 - 4
 
 
+def test_what_nobody_else_uses_should_be_its_own() -> None:
+    """Blocks that a sequence found should be said to stay when it leaves only while another one runs on them: else
+    nobody would see that its leaving makes room."""
+    driver, prefix = start(), list(range(32))
+    run(driver, make_sequence("gone", [*prefix, 1]))
+    shared = []
+    driver.engine.add(make_sequence("a", [*prefix, 2], max_tokens=12))
+    driver.step()
+    shared.append(driver.engine.view().running["a"].num_shared_blocks)
+    driver.engine.add(make_sequence("b", [*prefix[:20], 3], max_tokens=2))
+    driver.step()
+    shared += [driver.engine.view().running[name].num_shared_blocks for name in "ab"]
+    driver.step()
+    driver.step()
+    assert [*driver.engine.view().running] == ["a"]
+    assert [*shared, driver.engine.view().running["a"].num_shared_blocks] == [0, 1, 1, 0]
+
+
 def test_should_take_what_has_been_free_for_longest() -> None:
     """When blocks are short, the oldest prefix should go first, and of one prefix its end."""
     driver = start(num_blocks=8)

@@ -123,7 +123,7 @@ def test_host_blocks_behind_what_is_lost_should_be_given_up() -> None:
     for sequence in (first, second):
         driver.engine.add(sequence)
     driver.step()
-    assert second.num_shared_blocks == 3
+    assert driver.engine.view().running["b"].num_shared_blocks == 3
     driver.engine.preempt(second.request_id, keeps=True)
     assert driver.engine.view().running["b"].num_swapped_blocks == 1
     large = make_sequence("large", [(7 * i) % 90 for i in range(31)], max_tokens=2, priority=-1)
