@@ -56,9 +56,10 @@ def alone(swapping: Cell) -> tuple[StreamRecord, StreamRecord]:
 
 
 @asynccontextmanager
-async def one_kept(cell: Cell, salt: str) -> AsyncIterator[tuple[StreamRecord, StreamRecord]]:
-    """Both streams, the first one's request in host memory when this begins; both have ended after it. With a salt of
-    its own neither finds anything in the prefix cache: what a victim had found there would not count as its own."""
+async def one_kept(cell: Cell, salt: str, *, finds: bool = False) -> AsyncIterator[tuple[StreamRecord, StreamRecord]]:
+    """Both streams, the first one's request in host memory when this begins; both have ended after it. By a salt of its
+    own neither finds anything in the prefix cache, unless the victim `finds` its prompt there, of one that has ended.
+    """
     victim, urgent = StreamRecord(), StreamRecord()
     own = {"cache_salt": salt}
     url = f"{cell.url}/v1/completions"
@@ -70,6 +71,8 @@ async def one_kept(cell: Cell, salt: str) -> AsyncIterator[tuple[StreamRecord, S
         return (await read_metrics(cell.url))["vllm:num_requests_swapped"] == 1
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=90)) as session:
+        if finds:
+            await follow(session, url, VICTIM | own | {"max_tokens": 1})
         tasks = [asyncio.create_task(follow(session, url, VICTIM | own, record=victim))]
         await wait_until_async(has_begun, description="the victim's first tokens")
         tasks.append(asyncio.create_task(follow(session, url, URGENT | own, record=urgent)))
@@ -92,11 +95,14 @@ async def counts(cell: Cell) -> dict[str, float]:
     return await read_labels(cell.url) | await read_metrics(cell.url)
 
 
-async def test_one_that_is_kept_goes_on_by_swap(swapping: Cell, alone: tuple[StreamRecord, StreamRecord]) -> None:
+@pytest.mark.parametrize("finds", [False, True])
+async def test_one_that_is_kept_goes_on_by_swap(
+    swapping: Cell, alone: tuple[StreamRecord, StreamRecord], *, finds: bool
+) -> None:
     """The victim should stay with its worker at the scheduler's word, have its blocks copied out and back, and end with
-    the text of its undisturbed run, in its first attempt."""
+    the text of its undisturbed run, in its first attempt; also where it found its prompt, which nobody else uses."""
     before = await counts(swapping)
-    async with one_kept(swapping, "calm") as (victim, urgent):
+    async with one_kept(swapping, f"calm{finds}", finds=finds) as (victim, urgent):
         pass
     for record, expected in zip((victim, urgent), alone, strict=True):
         assert record.ending == "done", record.error
