@@ -79,7 +79,7 @@ def second(first: Heard, model_folder: Path, tmp_path_factory: pytest.TempPathFa
         return {
             "strangers": await hear(cell, STRANGERS, speak=["prefix-cache-cold"]),
             "chat": await hear(cell, CHAT, half_of(first["chat"], "ttft"), rest=cured, until=finds_prefixes),
-            "early": await hear(cell, EARLY, speak=["idle-blocks"]),
+            "early": await hear(cell, EARLY, speak=["idle-blocks"], until=runs_hardly_any),
             "haste": await hear(cell, HASTE, speak=["scheduling-cost"], seconds=0.3),
             "crowd": await hear(cell, CROWD, "--tpot-target-ms=0.1", speak=["tpot"], until=is_crowded),
         }
@@ -108,6 +108,11 @@ def third(first: Heard, second: Heard, model_folder: Path, tmp_path_factory: pyt
 def finds_prefixes(document: Document) -> bool:
     """Whether a third of the tokens that were looked up in the time were found."""
     return document["snapshot"]["num_prefix_hits"] > 0.3 * document["snapshot"]["num_prefix_queries"]
+
+
+def runs_hardly_any(document: Document) -> bool:
+    """Whether two at most run: those of the load before are gone from the gauges."""
+    return document["snapshot"]["num_running"] <= 2
 
 
 def is_crowded(document: Document) -> bool:
