@@ -87,7 +87,7 @@ def load_library(
 
     Args:
         isa: None: the best that this machine has (`best_isa`).
-        before_compiling: called when that is about to be done; it takes some seconds.
+        before_compiling: called when that is about to be done; it takes half a minute.
 
     Raises:
         CpuKernelsUnavailable: the processor lacks an instruction set, there is no compiler, or it failed.
