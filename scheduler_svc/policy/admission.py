@@ -13,17 +13,12 @@ from __future__ import annotations
 from collections import Counter
 
 from scheduler_svc.policy import forecast
-from scheduler_svc.policy.state import Load, Request, Worker
+from scheduler_svc.policy.state import LOOK_AHEAD_STEPS, NO_CLAIM, Claim, Load, Request, Worker
 from shared.capacity import blocks_for
-from shared.ids import RequestId
 from shared.messages import HeldRequest
 
 GROWTH_TOKENS = 16
 """Tokens that each sequence may grow beyond the preemption horizon; a block's worth at the default block size."""
-
-_NOTHING = (0, 0)
-LOOK_AHEAD_STEPS = 2
-"""Ends so near count as free already: the freed slot must not wait for a report and a dispatch."""
 
 
 def can_ever_hold(worker: Worker, request: Request) -> bool:
@@ -55,16 +50,15 @@ def _num_shared_by_siblings(worker: Worker, request: Request) -> int:
     return sum((count - 1) * worker.prompt_blocks(request, prompt) for prompt, count in prompts.items())
 
 
-def claim(worker: Worker, request: Request, room: int) -> tuple[int, int]:
-    """(blocks, sequences) that an assigned request still will take beyond what it holds, by the lengths in the report;
-    no sequences and the blocks that it gives back, as a negative number, if it ends within the look-ahead. `room` is
-    the headroom."""
+def claim(worker: Worker, request: Request, room: int) -> Claim:
+    """What an assigned request is counted with, by the lengths in the report: no sequences and the blocks that it gives
+    back, as a negative number, if it ends within the look-ahead. `room` is the headroom."""
     held, hello = request.held, worker.hello
     if held is None:
-        return demand(worker, request), len(request.open_choices)
+        return demand(worker, request), request.num_open
     num_seqs = held.num_running + held.num_waiting
     if num_seqs == 0:
-        return 0, 0
+        return NO_CLAIM
     each = -(-held.num_tokens // num_seqs)
     if each + LOOK_AHEAD_STEPS > request.largest and _ends_soon(worker, request, held):
         return -forecast.num_own_blocks(held), 0
@@ -81,38 +75,20 @@ def _ends_soon(worker: Worker, request: Request, held: HeldRequest) -> bool:
 
 def load(worker: Worker) -> Load:
     """What `worker` has left: reported free blocks less what everything assigned to it still will take."""
-    if worker.stale is None:
-        _count_all(worker)
-    elif worker.stale:
-        _count_again(worker, worker.stale)
+    if worker.stale:
+        (free, num_seqs), room = worker.load, headroom(worker)
+        for request in worker.stale:
+            was, now = request.claimed, claim(worker, request, room)
+            free, num_seqs = free + was[0] - now[0], num_seqs + now[1] - was[1]
+            request.claimed = now
+        worker.load = Load(free, num_seqs)
+        worker.stale.clear()
     return worker.load
-
-
-def _count_all(worker: Worker) -> None:
-    assert worker.report is not None
-    free, num_seqs, room = worker.report.free_blocks, 0, headroom(worker)
-    claims: dict[RequestId, tuple[int, int]] = {}
-    for request_id, request in worker.assigned.items():
-        blocks, seqs = claims[request_id] = claim(worker, request, room)
-        free -= blocks
-        num_seqs += seqs
-    worker.load, worker.claims, worker.stale = Load(free, num_seqs), claims, set()
-
-
-def _count_again(worker: Worker, stale: set[RequestId]) -> None:
-    (free, num_seqs), room = worker.load, headroom(worker)
-    for request_id in stale:
-        was, now = worker.claims.pop(request_id, _NOTHING), _NOTHING
-        if (request := worker.assigned.get(request_id)) is not None:
-            now = worker.claims[request_id] = claim(worker, request, room)
-        free, num_seqs = free + was[0] - now[0], num_seqs + now[1] - was[1]
-    worker.load = Load(free, num_seqs)
-    stale.clear()
 
 
 def has_slots(worker: Worker, request: Request) -> bool:
     """Whether all sequences of `request` (or as many as the worker can run at once) would have a slot."""
-    needed = min(len(request.open_choices), worker.hello.max_num_seqs)
+    needed = min(request.num_open, worker.hello.max_num_seqs)
     return load(worker).num_seqs + needed <= worker.hello.max_num_seqs
 
 

@@ -8,12 +8,11 @@ never rises above the best class there is, and keeps what it has risen while it 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Iterator, Mapping
 
 from scheduler_svc.policy.deadlines import Deadlines
 from scheduler_svc.policy.line import Line
-from scheduler_svc.policy.state import Request
+from scheduler_svc.policy.state import Party, Request
 from shared.ids import RequestId
 
 
@@ -131,15 +130,11 @@ class Queue:
         if total != request.charged:
             lane, summary = self._lanes[request.summary.fingerprint], request.summary
             lane.lines[request.level].charge(summary.tenant, summary.user, total - request.charged)
-            request.charged = total
+            request.set_charged(total)
 
-    def charge_all(self, served: Iterable[tuple[Request, int]]) -> None:
-        """Count these tokens, too; those of one tenant and user at once where they follow one another."""
-        for (level, (fingerprint, tenant, user)), group in groupby(served, _counter):
-            num_tokens = 0
-            for request, num_new in group:
-                request.charged += num_new
-                num_tokens += num_new
+    def charge_all(self, served: Mapping[Party, int]) -> None:
+        """Count these tokens, too."""
+        for (level, fingerprint, tenant, user), num_tokens in served.items():
             self._lanes[fingerprint].lines[level].charge(tenant, user, num_tokens)
 
     def _rise(self, lane: _Lane, request: Request) -> None:
@@ -148,7 +143,8 @@ class Queue:
             return
         self._leave(lane, request)
         self._count(lane, lane.classes[better], +1)
-        old, request.level = request.level, lane.classes[better]
+        old = request.level
+        request.rise(lane.classes[better])
         self._count(lane, old, -1)
         self._enter(lane, request)
 
@@ -174,8 +170,3 @@ class Queue:
         lane.lines[level].num_live += change
         if lane.lines[level].num_live == 0:
             del lane.lines[level], lane.classes[bisect_left(lane.classes, level)]
-
-
-def _counter(served: tuple[Request, int]) -> tuple[int, tuple[str, str, str]]:
-    """Where a request's tokens are counted."""
-    return served[0].level, served[0].party

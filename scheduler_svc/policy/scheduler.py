@@ -27,7 +27,7 @@ from scheduler_svc.policy.fleet import TOKENS_PER_SEQUENCE, Fleet
 from scheduler_svc.policy.liveness import Watch
 from scheduler_svc.policy.queue import Queue
 from scheduler_svc.policy.sizing import Sizing
-from scheduler_svc.policy.state import EntryKey, Listed, Phase, Request, Worker, entry_key
+from scheduler_svc.policy.state import EntryKey, Phase, Request, Worker, entry_key
 from shared.bus import RequestRecord, RequestState, WorkerPulse
 from shared.capacity import never_fits_message
 from shared.ids import GatewayId, RequestId, WorkerId
@@ -168,7 +168,8 @@ class Policy:
             return []
         request.update(record)
         if is_new and record.attempt:  # an earlier leader has counted what it was served
-            request.arrived_at, request.charged = None, request.num_served
+            request.arrived_at = None
+            request.set_charged(request.num_served)
         if request.attempt and request.num_served > request.charged:
             self._queue.charge(request, request.num_served)
         if record.owner is None:
@@ -284,7 +285,7 @@ class Policy:
             case d.DispatchDone():
                 request.attempt, request.entry = event.attempt, entry_key(event.entry_id)
             case d.PreemptSent():
-                request.preempt_entry = entry_key(event.entry_id)
+                request.preempt_entry, request.is_steady = entry_key(event.entry_id), False
             case d.DispatchRefused():
                 self._unassign(request)
                 request.phase = Phase.UNKNOWN
@@ -294,36 +295,31 @@ class Policy:
     # Workers and gateways.
 
     def _on_report(self, event: d.Reported, now: float) -> Decisions:
-        worker = self._workers.get(event.report.worker_id)
-        last = None if worker is None else worker.report
-        listed = None if worker is None else worker.take(event.report)
-        if worker is None or listed is None:
+        report = event.report
+        worker = self._workers.get(report.worker_id)
+        if worker is None:
             return []
-        found = listing.compare(worker, listed, now, lease_s=self._config.worker_lease_s)
+        is_next = worker.report is not None and report.seq == worker.report.seq + 1
+        if not worker.take(report):
+            return []
         fleet = self._fleets[worker.hello.fingerprint]
-        fleet.news.prefixes.take(event.report, is_next=last is not None and event.report.seq == last.seq + 1)
-        self._count_served(listed, worker, fleet, now)
+        fleet.news.prefixes.take(report, is_next=is_next)
+        reading = listing.read(worker, now, lease_s=self._config.worker_lease_s)
+        self._queue.charge_all(reading.served)
+        for request in reading.first_tokens:
+            self._note_first_token(request, worker, fleet, now)
         worker.reported_at = now
+        found = reading.decisions
         for victim in preemption.choose_victims(worker, self._config.max_preemptions):
             found.append(dispatching.preempt(victim, worker))
-        return found + self._make_way(worker, fleet, now)
+        return found + self._make_way(worker, fleet, now) if reading.is_waiting else found
 
-    def _count_served(self, listed: Listed, worker: Worker, fleet: Fleet, now: float) -> None:
-        """Charge what the report of `worker` shows to be new, and time first tokens."""
-        served: list[tuple[Request, int]] = []
-        for request, held in listed:
-            if held.num_tokens <= request.num_known:
-                continue
-            if held.num_running + held.num_waiting != len(request.open_choices):
-                continue
-            num_new = request.num_served + held.num_tokens - request.num_known - request.charged
-            if num_new > 0:
-                served.append((request, num_new))
-            if self._sizing is not None:
-                self._sizing.note_first_token(request, worker)
-            if request.sent_at is not None:
-                fleet.prompt_latency_s, request.sent_at = now - request.sent_at, None
-        self._queue.charge_all(served)
+    def _note_first_token(self, request: Request, worker: Worker, fleet: Fleet, now: float) -> None:
+        """A report of `worker` is the first to show a token of `request` since its dispatch."""
+        if self._sizing is not None:
+            self._sizing.note_first_token(request, worker)
+        if request.sent_at is not None:
+            fleet.prompt_latency_s, request.sent_at = now - request.sent_at, None
 
     def _make_way(self, worker: Worker, fleet: Fleet, now: float) -> Decisions:
         """Since somebody waits in `worker`, those of lower classes give way, or the one that waits leaves for another

@@ -105,4 +105,4 @@ class Sizing:
 
 
 def _num_sequences(worker: Worker) -> int:
-    return sum(len(request.open_choices) for request in worker.assigned.values())
+    return sum(request.num_open for request in worker.assigned.values())

@@ -15,7 +15,11 @@ from shared.messages import HeldRequest, SubmitRequest, WorkerHello, WorkerRepor
 from shared.prefix import unpack
 
 EntryKey = tuple[int, int]
+Party = tuple[int, str, str, str]
+"""Who share one counter of served tokens: those of one class, model, tenant and user."""
 _UNTOUCHED = ChoiceState()
+LOOK_AHEAD_STEPS = 2
+"""Ends so near count as free already: the freed slot must not wait for a report and a dispatch."""
 MIN_HORIZON_STEPS = 4
 MAX_HORIZON_STEPS = 32
 LONGEST = 2**31
@@ -54,21 +58,29 @@ class OpenChoice(NamedTuple):
     prompt: int = 0
 
 
+Claim = tuple[int, int]
+"""(blocks, sequences) that an assigned request still will take of its worker beyond what it holds; negative blocks are
+those that it gives back."""
+NO_CLAIM: Claim = 0, 0
+
+
 class Request:
     """One live request, at first as its submission leaves it.
 
     `entry` is where its RunRequest lies in its worker's inbox (None: dispatched by an earlier leader, or unconfirmed).
     `level` is its class, lower first: its priority, or what it has risen to by waiting (`queue.py`). `charged` tokens
     are counted to its tenant; once it was dispatched that is `num_served`, each prompt once and what is logged.
-    `num_known` tokens its open choices have, and one of them `largest` at most.
+    Its `num_open` open choices have `num_known` tokens, and one of them `largest` at most; `num_counted` of the tokens
+    that they come to have are counted to its party. Up to `plain_until` tokens its claim is as simple as can be.
 
     In this leader's seconds: `arrived_at`, until its first token is seen (None: it came before this leader);
     `deadline`; `due`, when its next token ought to be there; `blocked_from`, since when it is first in line and finds
     no room; `sent_at`, when it was dispatched, until its first token is seen.
 
-    `held` is what the last report of its worker says of this attempt, None if it is not listed.
+    `held` is what the last report of its worker says of this attempt, None if it is not listed; `claimed` what it was
+    counted with there last.
 
-    `party` shares one counter of served tokens in each class: its model, tenant and user.
+    `party` shares one counter of served tokens.
 
     `prefixes` are the names of each prompt's first blocks, none or one list a prompt; `num_shared` of its blocks were
     in use by others when it was assigned.
@@ -76,14 +88,15 @@ class Request:
     `is_preempting` while a `Preempt` of ours is under way, at `preempt_entry` of the inbox; `is_staying`: with it the
     request stays with its worker. `preemptions` are those that its record counts, and `num_kept` that it stayed with
     its worker at, as far as this leader knows. `waits_from` is its worker's step count when a report first showed that
-    none of its sequences runs, `waits_since` the time of that.
+    none of its sequences runs, `waits_since` the time of that. `is_steady`: when last listed it ran, and there is
+    nothing of it to follow but its lengths (`listing.py`).
     """
 
     __slots__ = (
         "arrived_at",
         "attempt",
         "blocked_from",
-        "charged",
+        "claimed",
         "crashes",
         "deadline",
         "due",
@@ -91,12 +104,15 @@ class Request:
         "held",
         "is_preempting",
         "is_staying",
+        "is_steady",
         "largest",
         "level",
         "lost_gateway",
+        "num_counted",
         "num_kept",
         "num_known",
         "num_logged",
+        "num_open",
         "num_served",
         "num_shared",
         "open_choices",
@@ -104,6 +120,7 @@ class Request:
         "orphan_since",
         "party",
         "phase",
+        "plain_until",
         "preempt_entry",
         "preemptions",
         "prefixes",
@@ -125,11 +142,10 @@ class Request:
         self.request_id = summary.request_id
         self.order = order
         self.rank = rank_of(order)
-        self.party = summary.fingerprint, summary.tenant, summary.user
         has_names = len(summary.prefixes) == len(summary.prompt_lens)
         self.prefixes = tuple(map(unpack, summary.prefixes)) if has_names else ()
         self.num_shared = 0
-        self.level = summary.priority
+        self.rise(summary.priority)
         self.queued_at = self.due = now
         self.arrived_at: float | None = now
         self.blocked_from: float | None = None
@@ -142,9 +158,14 @@ class Request:
         self.lost_gateway = False
         self.preemptions = self.num_kept = 0
         self.crashes = 0
-        self.charged = self.num_logged = 0
+        self.num_logged = self.num_served = self.num_known = self.num_counted = self.plain_until = 0
         self.leave_worker()
         self._count((_UNTOUCHED,) * summary.num_choices)
+
+    @property
+    def charged(self) -> int:
+        """Tokens that are counted to its party."""
+        return self.num_counted + self.num_served - self.num_known
 
     @property
     def standing(self) -> tuple[int, int]:
@@ -159,7 +180,7 @@ class Request:
         self._count(record.choices)
 
     def _count(self, choices: Iterable[ChoiceState]) -> None:
-        summary = self.summary
+        summary, charged = self.summary, self.charged
         open_choices, num_logged, num_known, largest = [], 0, 0, 0
         for number, state in enumerate(choices):
             num_tokens = state.num_tokens
@@ -170,10 +191,21 @@ class Request:
                 open_choices.append(OpenChoice(length + num_tokens, length + summary.max_tokens, prompt))
                 num_known += length + num_tokens
                 largest = max(largest, length + summary.max_tokens)
-        self.open_choices = tuple(open_choices)
+        self.open_choices, self.num_open = tuple(open_choices), len(open_choices)
         self.num_logged = max(self.num_logged, num_logged)
         self.num_known, self.largest = num_known, largest
         self.num_served = sum(summary.prompt_lens) + self.num_logged
+        self.set_charged(charged)
+
+    def set_charged(self, charged: int) -> None:
+        """So many tokens are counted to its party now."""
+        self.num_counted = charged - self.num_served + self.num_known
+
+    def rise(self, level: int) -> None:
+        """Be of class `level` from now on."""
+        summary = self.summary
+        self.level = level
+        self.party: Party = level, summary.fingerprint, summary.tenant, summary.user
 
     def keep(self) -> None:
         """Count that it gives way once more, which its record does not."""
@@ -190,12 +222,9 @@ class Request:
         self.waits_since: float | None = None
         self.unlisted_reports = 0
         self.unlisted_since: float | None = None
-        self.is_preempting = self.is_staying = False
+        self.claimed = NO_CLAIM
+        self.is_preempting = self.is_staying = self.is_steady = False
         self.preempt_entry: EntryKey | None = None
-
-
-Listed = list[tuple[Request, HeldRequest]]
-"""Requests that a report lists, and what it says of each."""
 
 
 class Load(NamedTuple):
@@ -224,11 +253,13 @@ class News:
 class Worker:
     """One worker; `report` is None until it has reported to this leader.
 
-    `load` is a sum of `claims`, made by `admission.py`; `stale` names those whose claim may have changed since, None
-    that all may have. `reported_at`: when this leader heard its last report; `applied`: the newest entry of its inbox
-    that it had applied. `horizon`: steps that decisions look ahead, those of two report intervals within limits.
-    `num_held_tokens` and `num_held_running` are sums over all that it lists, known or not.
+    `load` is what its report says less what requests have `claimed` since, but for those that are `stale`: they count
+    with what they claimed before, and `admission.py` counts them again. `reported_at`: when this leader heard its last
+    report; `applied`: the newest entry of its inbox that it had applied. `horizon`: steps that decisions look ahead,
+    those of two report intervals within limits.
+    `num_held_tokens` and `num_held_running` are sums over its requests that are listed.
     `longest`: tokens that one sequence may come to have alone; `num_resident` of them are in blocks at once (0: all).
+    `is_plain`: a sequence holds just the blocks of its tokens, neither fewer nor some in reserve.
 
     Args:
         headroom: growth in tokens kept free for each sequence at admission; None: as the forecast says.
@@ -238,10 +269,10 @@ class Worker:
     __slots__ = (
         "applied",
         "assigned",
-        "claims",
         "headroom",
         "hello",
         "horizon",
+        "is_plain",
         "load",
         "longest",
         "news",
@@ -266,20 +297,17 @@ class Worker:
         self.horizon = MIN_HORIZON_STEPS
         self.num_held_tokens = self.num_held_running = 0
         self.num_resident = hello.num_resident
+        self.is_plain = not (hello.window or hello.reserved_tokens)
         self.longest = most_tokens(
             block_size=hello.block_size, num_blocks=hello.num_blocks, num_resident=self.num_resident, limit=LONGEST
         )
         self.load = Load(0, 0)
-        self.claims: dict[RequestId, tuple[int, int]] = {}
-        self.stale: set[RequestId] | None = None
-        self.touch()
+        self.stale: set[Request] = set()
+        self.news.changed.add(self.worker_id)
 
-    def touch(self, request: Request | None = None) -> None:
-        """What `request` takes of it has changed; None: anything may have."""
-        if request is None:
-            self.stale = None
-        elif self.stale is not None:
-            self.stale.add(request.request_id)
+    def touch(self, request: Request) -> None:
+        """What `request`, which is assigned to it, takes of it may have changed."""
+        self.stale.add(request)
         self.news.changed.add(self.worker_id)
 
     @property
@@ -297,34 +325,22 @@ class Worker:
         """It drains."""
         return self.report is not None and self.report.is_draining
 
-    def take(self, report: WorkerReport) -> Listed | None:
-        """Take a report over; its requests that are listed, in that order. None if the report is not newer than the
-        last one, or says what cannot be."""
-        if (self.report is not None and report.seq <= self.report.seq) or not _is_possible(report, self.hello):
-            return None
-        listed = []
-        num_tokens = num_running = 0
+    def take(self, report: WorkerReport) -> bool:
+        """Take over what a report says of the worker as a whole; False if it is not newer than the last one, or says
+        what cannot be."""
+        last = self.report
+        if (last is not None and report.seq <= last.seq) or not _is_possible(report, self.hello):
+            return False
         for held in report.held:
-            if not 0 <= held.num_shared_blocks <= held.num_blocks or held.num_swapped_blocks < 0:
-                return None
-            if held.num_tokens < 0 or held.num_running < 0 or held.num_waiting < 0:
-                return None
-            num_tokens += held.num_tokens
-            num_running += held.num_running
-            request = self.assigned.get(held.request_id)
-            if request is not None and request.attempt == held.attempt:
-                listed.append((request, held))
-        if self.report is not None:
-            num_steps = 2 * (report.num_steps - self.report.num_steps)
+            shared, others = held.num_shared_blocks, held.num_waiting | held.num_swapped_blocks
+            if shared > held.num_blocks or (shared | held.num_tokens | held.num_running | others) < 0:
+                return False  # what several are or-ed to is negative where one of them is
+        if last is not None:
+            num_steps = 2 * (report.num_steps - last.num_steps)
             self.horizon = min(MAX_HORIZON_STEPS, max(MIN_HORIZON_STEPS, num_steps))
         self.report, self.applied = report, entry_key(report.last_inbox_id)
-        self.num_held_tokens, self.num_held_running = num_tokens, num_running
-        for request in self.assigned.values():
-            request.held = None
-        for request, held in listed:
-            request.held = held
-        self.touch()
-        return listed
+        self.news.changed.add(self.worker_id)
+        return True
 
     def assign(self, request: Request) -> None:
         """Count `request` as this worker's."""
@@ -333,6 +349,8 @@ class Worker:
             self.news.prefixes.use(self.worker_id, request.prefixes)
         request.phase = Phase.RUNNING
         request.worker_id = self.worker_id
+        is_plain = self.is_plain and request.summary.num_choices == 1 and request.largest <= self.longest
+        request.plain_until = request.largest if is_plain else 0
         if request.request_id not in self.assigned:
             self.news.levels[request.level] += 1
         self.assigned[request.request_id] = request
@@ -343,9 +361,12 @@ class Worker:
         if self.assigned.pop(request.request_id, None) is not None:
             if self.hello.has_prefix_cache:
                 self.news.prefixes.release(self.worker_id, request.prefixes)
+            free, num_seqs = self.load
+            self.load = Load(free + request.claimed[0], num_seqs - request.claimed[1])
             request.num_shared = 0
             request.leave_worker()
-            self.touch(request)
+            self.stale.discard(request)
+            self.news.changed.add(self.worker_id)
             self.news.levels[request.level] -= 1
             if self.news.levels[request.level] == 0:
                 del self.news.levels[request.level]

@@ -55,7 +55,7 @@ class _Room:
         self._worker = worker
         self._headroom = admission.headroom(worker)
         self._blocks = worker.report.free_blocks - admission.demand(worker, request)
-        self._slots = worker.hello.max_num_seqs - min(len(request.open_choices), worker.hello.max_num_seqs)
+        self._slots = worker.hello.max_num_seqs - min(request.num_open, worker.hello.max_num_seqs)
         self.lower: list[Request] = []
         for other in worker.assigned.values():
             if other is not request:
@@ -87,5 +87,5 @@ class _Room:
     def _taken(self, lower: Request) -> tuple[int, int]:
         """(blocks, slots) that somebody of a lower class has, or will have when it comes."""
         if lower.held is None:
-            return admission.demand(self._worker, lower), len(lower.open_choices)
+            return admission.demand(self._worker, lower), lower.num_open
         return forecast.num_own_blocks(lower.held), lower.held.num_running

@@ -82,7 +82,7 @@ def _rise_above_all(true: Any) -> Any:
             self._leave(lane, request)
             self._count(lane, request.level - 1, +1)
             self._count(lane, request.level, -1)
-            request.level -= 1
+            request.rise(request.level - 1)
             self._enter(lane, request)
 
     return rise
