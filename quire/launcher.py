@@ -164,7 +164,8 @@ class _Cell:
                 self._supervisor.wait(None if self._scaling is None else self._scaling.wait_s())
                 if self._scaling is not None and not self._signals.num_stops:
                     self._scaling.look()
-            say("stopping; Ctrl-C again stops at once")
+            drain_s = self._config.process.drain_s
+            say(f"stopping: open streams have {drain_s:g} s to end; Ctrl-C again stops at once")
         finally:
             self._stop()
         say("stopped")

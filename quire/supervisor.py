@@ -183,7 +183,8 @@ class Supervisor:
             deadline = time.monotonic() + grace_s
             while any(map(_is_running, group)) and self._signals.num_stops == stops_before:
                 if time.monotonic() >= deadline:
-                    self._say(f"{', '.join(c.spec.name for c in group if _is_running(c))}: not stopped, killing")
+                    running = ", ".join(child.spec.name for child in group if _is_running(child))
+                    self._say(f"{running}: still at work after {grace_s:g} s, killed")
                     break
                 self._signals.wait(max(0.0, deadline - time.monotonic()))
             _kill(group)
@@ -211,7 +212,7 @@ class Supervisor:
         if _is_running(child) and time.monotonic() < leaves_by:
             return
         if child.process is not None:
-            how = "not stopped, killing" if _is_running(child) else describe_exit(child.process.returncode)
+            how = "still at work, killed" if _is_running(child) else describe_exit(child.process.returncode)
             self._say(f"{name} (pid {child.process.pid}) was told to leave: {how}")
         _kill([child])
         del self._children[name]

@@ -126,7 +126,7 @@ def test_stop_goes_in_order_and_kills_what_does_not_end(signals: Signals, tmp_pa
     pids = supervisor.pids()
     supervisor.stop([([name], 0.5) for name in ("gateway", "worker", "scheduler", "redis")])
     assert record.read_text().split() == ["gateway", "worker", "scheduler"]
-    assert lines == ["redis: not stopped, killing"]
+    assert lines == ["redis: still at work after 0.5 s, killed"]
     assert [pid for pid in pids.values() if psutil.pid_exists(pid)] == []
 
 
@@ -197,7 +197,7 @@ def test_a_retired_child_that_does_not_end_is_killed(signals: Signals) -> None:
     supervisor.retire("a", 0.2)
     assert supervisor.pids() == {"a": pid}
     wait_for(supervisor, lambda: supervisor.names() == [], "the end of a")
-    assert lines == [f"a (pid {pid}) was told to leave: not stopped, killing"]
+    assert lines == [f"a (pid {pid}) was told to leave: still at work, killed"]
     assert not psutil.pid_exists(pid)
 
 
