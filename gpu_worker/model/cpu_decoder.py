@@ -7,7 +7,7 @@ is rounded, so the tokens are those of `transformers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,6 +34,7 @@ from kernels.cpu.ops import Epilogue, Step
 from kernels.cpu.program import Pool, Program, address, sum_profiles
 from kernels.cpu.rows import add_argmax, add_embed, add_gather, add_norm, add_quantize, quantized_bytes
 
+_GATES = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}
 _PAD_COLUMNS = 64
 """Rows that linears read are as long as this allows, with zeros behind: panels are padded along `in`."""
 
@@ -69,6 +70,7 @@ class _Buffers:
         normed: normed hidden states. mixed, gated: results of attention and of the gate, [rows, width] in the model's
             dtype. mixed_rows, gated_rows: the same as linears read them.
         qkv: [rows, queries, keys and values] float32.
+        addend: [rows, hidden] float32: what is normed before it is added to the residual.
         logits: [wanted, vocab] float32. best: [wanted] int64.
     """
 
@@ -80,6 +82,7 @@ class _Buffers:
     gated: Tensor
     gated_rows: _Rows
     qkv: Tensor
+    addend: Tensor
     logits: Tensor
     best: Tensor
 
@@ -88,13 +91,14 @@ class CpuDecoder:
     """A decoder on the CPU kernels. One thread uses it, with any of a few sets of inputs and always the same cache.
 
     Args:
-        cos_sin: [positions, head_size] float32, from `rotary_table`.
+        cos_sin: of each of the model's ropes, [positions, head_size] float32, from `rotary_table`.
         kv: the cache's blocks.
         dtype: of what linears read: float32 or bfloat16.
     """
 
     def __init__(
-        self, config: CheckpointConfig, weights: PackedModel, pool: Pool, *, cos_sin: Tensor, kv: KvShape,
+        self, config: CheckpointConfig, weights: PackedModel, pool: Pool, *, cos_sin: Sequence[Tensor],
+        kv: KvShape,
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self._config, self._weights, self._pool, self._dtype = config, weights, pool, dtype
@@ -168,6 +172,7 @@ class CpuDecoder:
             gated=gated,
             gated_rows=self._make_rows(rows, config.intermediate_size, gated),
             qkv=make_buffer(rows, self._shape.qkv_width, dtype=torch.float32),
+            addend=make_buffer(rows if config.has_post_norms else 0, config.hidden_size, dtype=torch.float32),
             logits=make_buffer(wanted, config.vocab_size, dtype=torch.float32),
             best=torch.empty(wanted, dtype=torch.int64),
         )
@@ -190,10 +195,11 @@ class CpuDecoder:
 
     def _build(self, cache: KvCache) -> Program:
         program, buffers, weights = Program(), self._buffers, self._weights
-        add_embed(program, weights.embedding, buffers.all.hidden)
+        scale = torch.tensor(self._config.embedding_scale, dtype=self._dtype).item()
+        add_embed(program, weights.embedding, buffers.all.hidden, scale=scale)
         self._add_plans(program, buffers.all)
         for index, layer in enumerate(weights.layers):
-            self._add_queries(program, layer, cache.blocks(index))
+            self._add_queries(program, layer, index, cache.blocks(index))
             rows = buffers.all
             if layer is weights.layers[-1]:
                 rows = self._add_gather(program)
@@ -204,7 +210,7 @@ class CpuDecoder:
         add_linear(program, normed.values, weights.head, buffers.logits, x_scales=normed.scales, label="head")
         return program
 
-    def _add_queries(self, program: Program, layer: PackedLayer, blocks: Tensor) -> None:
+    def _add_queries(self, program: Program, layer: PackedLayer, index: int, blocks: Tensor) -> None:
         """Queries of all rows, and their keys and values into the cache."""
         buffers, shape = self._buffers, self._shape
         self._add_norm(program, layer.input_norm, buffers.all.hidden, buffers.normed)
@@ -213,8 +219,9 @@ class CpuDecoder:
         if layer.query_norm is not None and layer.key_norm is not None:
             head_norms = HeadNorms(layer.query_norm, layer.key_norm, self._config.rms_norm_eps)
         add_rotary_kv(
-            program, shape, buffers.all.any_attention, buffers.qkv, cos_sin=self._cos_sin, cache=blocks,
-            scale=self._config.query_scale, head_norms=head_norms,
+            program, shape, buffers.all.any_attention, buffers.qkv,
+            cos_sin=self._cos_sin[self._config.rope_ids[index]], cache=blocks, scale=self._config.query_scale,
+            head_norms=head_norms,
         )  # fmt: skip
 
     def _add_gather(self, program: Program) -> _Flow:
@@ -237,16 +244,29 @@ class CpuDecoder:
         width = shape.heads * shape.kv.head_size
         add_attention(program, shape, rows.attention[window], blocks, buffers.mixed[:, :width])
         _add_quantize(program, buffers.mixed, width, buffers.mixed_rows)
-        _add_projection(program, buffers.mixed_rows, layer.output, rows.hidden, epilogue=Epilogue.ADD, label="output")
+        label, norm = "output", layer.post_attention_norm
+        self._add_to_residual(program, buffers.mixed_rows, layer.output, rows.hidden, norm=norm, label=label)
 
     def _add_mlp(self, program: Program, layer: PackedLayer, hidden: Tensor) -> None:
         buffers = self._buffers
         self._add_norm(program, layer.mlp_norm, hidden, buffers.normed)
         _add_projection(
-            program, buffers.normed, layer.gate_up, buffers.gated, epilogue=Epilogue.SILU_MUL, label="gate_up"
+            program, buffers.normed, layer.gate_up, buffers.gated, epilogue=_GATES[self._config.gate], label="gate_up"
         )
         _add_quantize(program, buffers.gated, self._config.intermediate_size, buffers.gated_rows)
-        _add_projection(program, buffers.gated_rows, layer.down, hidden, epilogue=Epilogue.ADD, label="down")
+        self._add_to_residual(program, buffers.gated_rows, layer.down, hidden, norm=layer.post_mlp_norm, label="down")
+
+    def _add_to_residual(
+        self, program: Program, x: _Rows, projection: PackedProjection, hidden: Tensor, *, norm: Tensor | None,
+        label: str,
+    ) -> None:  # fmt: skip
+        """Add to `hidden` what the projection gives, or the norm of that where the model has one."""
+        if norm is None:
+            _add_projection(program, x, projection, hidden, epilogue=Epilogue.ADD, label=label)
+            return
+        addend = self._buffers.addend
+        _add_projection(program, x, projection, addend, label=label)
+        add_norm(program, addend, norm, hidden, self._config.rms_norm_eps, is_added=True)
 
     def _add_norm(self, program: Program, scale: Tensor, hidden: Tensor, out: _Rows) -> None:
         add_norm(program, hidden, scale, out.values, self._config.rms_norm_eps, out_scales=out.scales)

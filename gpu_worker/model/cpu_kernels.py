@@ -67,11 +67,7 @@ def _refuse_what_torch_must(config: CheckpointConfig) -> None:
     """Raise `CpuKernelsUnavailable` for a model that the CPU kernels do not compute."""
     lacks = {
         "experts": any(config.experts),
-        f"gates of {config.gate}": config.gate != "silu",
-        "norms behind attention": config.has_post_norms,
-        "scaled embeddings": config.embedding_scale != 1.0,
         "softcaps": config.attention_softcap is not None or config.logit_softcap is not None,
-        "layers with another rotary embedding": len(config.distinct_ropes) > 1,
     }
     if any(lacks.values()):
         wanted = ", ".join(name for name, is_wanted in lacks.items() if is_wanted)
@@ -110,8 +106,10 @@ def load_cpu_decoder(
     """
     with torch.inference_mode():
         weights = _load_weights(checkpoint_config, config, dtype)
-        (rope,) = checkpoint_config.distinct_ropes
-        cos_sin = rotary_table(rope, checkpoint_config.head_size, model_len, torch.device("cpu"))
+        cos_sin = [
+            rotary_table(rope, checkpoint_config.head_size, model_len, torch.device("cpu"))
+            for rope in checkpoint_config.distinct_ropes
+        ]
     return CpuDecoder(checkpoint_config, weights, pool, cos_sin=cos_sin, kv=layout.kv_shape, dtype=dtype)
 
 

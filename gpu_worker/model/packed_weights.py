@@ -30,7 +30,7 @@ from shared.logs import get_log
 
 FORMAT = 1
 """Raise it when the order of panels changes: files of another format are packed again."""
-_NORMS = ("input_norm", "mlp_norm", "query_norm", "key_norm")
+_NORMS = ("input_norm", "mlp_norm", "query_norm", "key_norm", "post_attention_norm", "post_mlp_norm")
 """Of a layer; not all have all."""
 
 _log = get_log("packed_weights")
@@ -46,8 +46,8 @@ class PackedProjection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayer:
-    """One decoder block. `gate_up` alternates panels of gate and up. Norms are float32; `query_norm` and `key_norm`
-    [head_size] are there in models that norm heads."""
+    """One decoder block. `gate_up` alternates panels of gate and up. Norms are float32, and there where `LayerWeights`
+    has them."""
 
     input_norm: Tensor
     qkv: PackedProjection
@@ -57,6 +57,8 @@ class PackedLayer:
     down: PackedProjection
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
+    post_attention_norm: Tensor | None = None
+    post_mlp_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,15 +182,13 @@ class _Packing:
             weight=interleave(gate.weight, up.weight),
             bias=None if gate.bias is None or up.bias is None else interleave(gate.bias, up.bias),
         )
+        norms = {norm: weight.float() for norm in _NORMS if (weight := getattr(weights, norm)) is not None}
         return PackedLayer(
-            input_norm=weights.input_norm.float(),
+            **norms,
             qkv=self._projection(weights.qkv),
             output=self._projection(weights.output),
-            mlp_norm=weights.mlp_norm.float(),
             gate_up=self._projection(gate_up),
             down=self._projection(mlp.down),
-            query_norm=None if weights.query_norm is None else weights.query_norm.float(),
-            key_norm=None if weights.key_norm is None else weights.key_norm.float(),
         )
 
     def _projection(self, projection: Projection) -> PackedProjection:

@@ -69,7 +69,7 @@ static cut cut_op(const linear_args *args, const step *step, int num_threads) {
     const int64_t row_blocks = ceil_div(rows, row_block);
     const int64_t fine_rows = is_amx ? AMX_FINE_ROWS : FINE_ROWS, fine_blocks = rows < fine_rows ? 1 : rows / fine_rows;
     const int is_few = rows <= FEW_ROWS, is_short = is_few && 4 * panel_bytes(weight) <= STREAM_BYTES;
-    const int is_half_line = is_amx && args->epilogue == SILU_MUL && args->out_dtype == BF16;
+    const int is_half_line = is_amx && is_gate(args->epilogue) && args->out_dtype == BF16;
     cut cut = {
         .num_panels = num_panels,
         .panels = is_short || is_half_line ? 4 : HAS_AVX512 || is_few ? 2 : avx2_panels(num_panels, num_threads),

@@ -34,7 +34,7 @@ void linear_finish(const linear_args *args, int64_t first_row, int64_t num_rows,
  * passed through it since. */
 static inline void linear_prefetch_outputs(const linear_args *args, int64_t first_row, int64_t num_rows,
                                            int64_t first_panel, int64_t num_panels) {
-    const int64_t size = args->out_dtype == BF16 ? 2 : 4, per_output = args->epilogue == SILU_MUL ? 2 : 1;
+    const int64_t size = args->out_dtype == BF16 ? 2 : 4, per_output = is_gate(args->epilogue) ? 2 : 1;
     const int64_t begin = first_panel * LANES / per_output * size;
     const int64_t end = begin + num_panels * LANES / per_output * size;
     for (int64_t row = first_row; row < first_row + num_rows; row++) {

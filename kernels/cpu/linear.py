@@ -74,7 +74,7 @@ def pack_float(weight: Tensor) -> PackedWeight:
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:
-    """[out, …] and [out, …] with their panels alternating, each padded to whole panels: what SILU_MUL reads."""
+    """[out, …] and [out, …] with their panels alternating, each padded to whole panels: what gates read."""
     padding = -gate.shape[0] % LANES
     tail = (0, 0) * (gate.dim() - 1)
     panels = [F.pad(part, (*tail, 0, padding)).view(-1, LANES, *part.shape[1:]) for part in (gate, up)]
@@ -112,7 +112,7 @@ def add_linear(
     Args:
         x: [rows, at least `in`] float32 or bfloat16 as the weight; for INT8 and INT4 quantized rows (ops.h) and their
             `x_scales` [rows].
-        y: [rows, `out`] float32; SILU_MUL: [rows, out / 2] float32 or bfloat16.
+        y: [rows, `out`] float32; SILU_MUL and GELU_MUL: [rows, out / 2] float32 or bfloat16.
         bias: [out] float32 or None; it is padded here.
     """
     if bias is not None:

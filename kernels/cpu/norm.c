@@ -3,11 +3,22 @@
 #include "rms.h"
 #include "rows.h"
 
+static void add_row(float *out, const float *x, int64_t width) {
+    for (int64_t k = 0; k < width; k += LANES) {
+        const int64_t left = width - k;
+        store_first(out + k, left, add(load_first(out + k, left), load_first(x + k, left)));
+    }
+}
+
 static void norm_row(const norm_args *a, const float *x, int64_t row) {
     const int64_t size = a->out_dtype == F32 ? 4 : a->out_dtype == BF16 ? 2 : 1;
     char *out = (char *)a->out + row * a->out_stride * size;
-    float *wide = a->out_dtype == F32 ? (float *)out : scratch(a->hidden * 4);
+    float *wide = a->out_dtype == F32 && !a->is_added ? (float *)out : scratch(a->hidden * 4);
     normalize(x, a->scale, a->hidden, a->eps, wide);
+    if (a->is_added) {
+        add_row((float *)out, wide, a->hidden);
+        return;
+    }
     if (a->out_dtype == BF16) narrow_row(wide, (uint16_t *)out, a->hidden);
     if (a->out_dtype == INT8)
         a->out_scales[row] = quantize_row(wide, (int8_t *)out, a->hidden);

@@ -27,10 +27,12 @@ typedef struct weight {
     const float *scales;     /* [out padded]; INT8 only */
 } weight;
 
-/* h[row] = table[token_ids[row]]; the table is a weight [vocab, hidden]. Dequantized if need be. */
+/* out[row] = scale · table[token_ids[row]]; the table is a weight [vocab, hidden]. Dequantized if need be. */
 typedef struct embed_args {
     weight table;
     float *out; /* [rows, hidden] */
+    float scale;
+    int32_t reserved;
 } embed_args;
 
 /* A quantized row, what INT8 and INT4 weights are multiplied by: int8 q [width padded to 64 with zeros], x ≈ scale · q
@@ -42,7 +44,8 @@ static inline const int32_t *quantized_starts(const int8_t *row, int64_t width) 
     return (const int32_t *)(row + quantized_width(width));
 }
 
-/* out[row] = in[row] / sqrt(mean(in²) + eps) · scale, converted to `out_dtype`. INT8: a quantized row. */
+/* out[row] = in[row] / sqrt(mean(in²) + eps) · scale, converted to `out_dtype`. INT8: a quantized row. With `is_added`,
+ * F32 only, it is added to what is there. */
 typedef struct norm_args {
     const float *in;    /* [rows, hidden] */
     const float *scale; /* [hidden] */
@@ -52,12 +55,17 @@ typedef struct norm_args {
     int64_t out_stride; /* elements */
     int32_t out_dtype;
     float eps;
+    int32_t is_added;
+    int32_t reserved;
 } norm_args;
 
-enum epilogue { STORE = 0, ADD = 1, SILU_MUL = 2 };
+enum epilogue { STORE = 0, ADD = 1, SILU_MUL = 2, GELU_MUL = 3 };
+
+static inline int is_gate(int32_t epilogue) { return epilogue == SILU_MUL || epilogue == GELU_MUL; }
 
 /* y = x · Wᵀ + bias. STORE: y [rows, out] float is overwritten; ADD: y += ... (the residual). SILU_MUL: panels of gate
- * and up alternate, and y [rows, out/2] = silu(gate) · up in `out_dtype` (F32 or BF16). */
+ * and up alternate, and y [rows, out/2] = silu(gate) · up in `out_dtype` (F32 or BF16). GELU_MUL: the same with gelu's
+ * approximation by tanh (kernels/gelu_mul.py). */
 typedef struct linear_args {
     weight weight;
     const void *x;         /* [rows, x_stride]: float, bfloat16, or quantized */

@@ -23,6 +23,7 @@ class Epilogue(IntEnum):
     STORE = 0
     ADD = 1
     SILU_MUL = 2
+    GELU_MUL = 3
 
 
 class OpKind(IntEnum):
@@ -89,7 +90,7 @@ class Weight(ctypes.Structure):
 class EmbedArgs(ctypes.Structure):
     """struct embed_args."""
 
-    _fields_ = (("table", Weight), ("out", c_void_p))
+    _fields_ = (("table", Weight), ("out", c_void_p), ("scale", c_float), ("reserved", c_int32))
 
 
 class NormArgs(ctypes.Structure):
@@ -104,6 +105,8 @@ class NormArgs(ctypes.Structure):
         ("out_stride", c_int64),
         ("out_dtype", c_int32),
         ("eps", c_float),
+        ("is_added", c_int32),
+        ("reserved", c_int32),
     )
 
 

@@ -31,12 +31,11 @@ LONG_PROMPT_LENS = (66, 70, 100, 130)
 NUM_BLOCKS = 21
 """168 tokens of 344: some are evicted."""
 ON_TORCH_ONLY = {
-    "gemma2": "gates of gelu_tanh, norms behind attention, scaled embeddings, softcaps",
-    "gemma3": "norms behind attention, scaled embeddings, layers with another rotary embedding",
+    "gemma2": "Gemma2.* has softcaps",
     "mixtral": "Mixtral.* has experts",
     "qwen3_moe": "Qwen3Moe.* has experts",
 }
-ON_C = ("phi3", "phi4_mini", "qwen3")
+ON_C = ("phi3", "phi4_mini", "qwen3", "gemma3")
 
 
 class Families:
