@@ -43,6 +43,9 @@ static inline void linear_prefetch_outputs(const linear_args *args, int64_t firs
     }
 }
 
+/* `num_panels` panels from `first` on, as far as there are so many, by rows 0 .. num_rows of x and y. */
+void linear_run_panels(const linear_args *args, int64_t first, int64_t num_panels, int64_t num_rows);
+
 /* Bytes of a panel of 16 outputs. */
 int64_t panel_bytes(const weight *weight);
 

@@ -37,13 +37,14 @@ static void norm_run_tile(const void *args, const step *step, int64_t tile, int 
         norm_row(a, a->in + i * a->hidden, i);
 }
 
-static int64_t quantize_num_tiles(const void *args, const step *step, int num_threads) {
-    return row_tiles(step->num_rows, num_threads);
+static int64_t quantize_num_tiles(const void *untyped, const step *step, int num_threads) {
+    const quantize_args *a = untyped;
+    return row_tiles(step->num_rows * a->per_row, num_threads);
 }
 
 static void quantize_run_tile(const void *args, const step *step, int64_t tile, int thread, int num_threads) {
     const quantize_args *a = args;
-    const row_range rows = rows_of_tile(step->num_rows, tile, num_threads);
+    const row_range rows = rows_of_tile(step->num_rows * a->per_row, tile, num_threads);
     for (int64_t i = rows.begin; i < rows.end; i++) {
         const float *wide = (const float *)a->in + i * a->in_stride;
         if (a->in_dtype == BF16) {

@@ -118,7 +118,7 @@ typedef struct quantize_args {
     float *out_scales;
     int64_t width, in_stride, out_stride;
     int32_t in_dtype;
-    int32_t reserved;
+    int32_t per_row; /* rows of the buffers for each row of the step: 1, or a pair's */
 } quantize_args;
 
 /* out[i] = in[wanted_rows[i]]; rows are dense. */
@@ -149,3 +149,44 @@ typedef struct choose_args {
     const int64_t *seeds, *choices, *positions;
     int64_t *out;
 } choose_args;
+
+/* Experts (experts.c): of each row of `logits` [rows, stride] the `num_used` likeliest of `num_experts`, and their shares
+ * of 1, or of what they add up to (`is_normalized`); then its pairs by expert. */
+typedef struct route_args {
+    const float *logits;
+    int64_t stride, num_experts, num_used;
+    int32_t *chosen;   /* [rows, num_used], rising */
+    float *shares;     /* the same */
+    int32_t *place_of; /* the same: where the pair is, sorted by expert, then by row */
+    int32_t *row_of;   /* [rows · num_used]: the row of each pair that is sorted */
+    int32_t *starts;   /* [num_experts + 1]: first pair of each expert, and the end */
+    int32_t *active;   /* [1 + num_experts]: how many experts have pairs, and which */
+    int32_t is_normalized;
+    int32_t reserved;
+} route_args;
+
+/* out[pair] = in[row_of[pair]], of row_bytes each, and their scales if there are any. */
+typedef struct gather_pairs_args {
+    const void *in;
+    const float *in_scales;
+    void *out;
+    float *out_scales;
+    const int32_t *row_of;
+    int64_t row_bytes, num_used;
+} gather_pairs_args;
+
+/* `linear` of each expert's pairs by its weight; `linear.weight` is one of them, all are of one shape and dtype, and
+ * without bias. */
+typedef struct experts_args {
+    linear_args linear;
+    const weight *weights; /* [num_experts] */
+    const int32_t *starts, *active;
+} experts_args;
+
+/* out[row] += Σ shares[row, j] · in[place_of[row, j]]; dense rows of `width`. */
+typedef struct combine_args {
+    const float *in, *shares;
+    const int32_t *place_of;
+    float *out;
+    int64_t width, num_used;
+} combine_args;

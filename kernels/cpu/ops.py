@@ -41,6 +41,11 @@ class OpKind(IntEnum):
     ARGMAX_MERGE = 9
     CHOOSE = 10
     GATHER = 11
+    ROUTE = 15
+    GROUP = 16
+    GATHER_PAIRS = 17
+    EXPERTS = 18
+    COMBINE = 19
 
 
 class Step(ctypes.Structure):
@@ -182,7 +187,7 @@ class QuantizeArgs(ctypes.Structure):
         ("in_stride", c_int64),
         ("out_stride", c_int64),
         ("in_dtype", c_int32),
-        ("reserved", c_int32),
+        ("per_row", c_int32),
     )
 
 
@@ -223,6 +228,58 @@ class ChooseArgs(ctypes.Structure):
     )
 
 
+class RouteArgs(ctypes.Structure):
+    """struct route_args."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("num_experts", c_int64),
+        ("num_used", c_int64),
+        ("chosen", c_void_p),
+        ("shares", c_void_p),
+        ("place_of", c_void_p),
+        ("row_of", c_void_p),
+        ("starts", c_void_p),
+        ("active", c_void_p),
+        ("is_normalized", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class GatherPairsArgs(ctypes.Structure):
+    """struct gather_pairs_args."""
+
+    _fields_ = (
+        ("in_", c_void_p),
+        ("in_scales", c_void_p),
+        ("out", c_void_p),
+        ("out_scales", c_void_p),
+        ("row_of", c_void_p),
+        ("row_bytes", c_int64),
+        ("num_used", c_int64),
+    )
+
+
+class ExpertsArgs(ctypes.Structure):
+    """struct experts_args."""
+
+    _fields_ = (("linear", LinearArgs), ("weights", c_void_p), ("starts", c_void_p), ("active", c_void_p))
+
+
+class CombineArgs(ctypes.Structure):
+    """struct combine_args."""
+
+    _fields_ = (
+        ("in_", c_void_p),
+        ("shares", c_void_p),
+        ("place_of", c_void_p),
+        ("out", c_void_p),
+        ("width", c_int64),
+        ("num_used", c_int64),
+    )
+
+
 ARGUMENTS: dict[OpKind, type[ctypes.Structure]] = {
     OpKind.EMBED: EmbedArgs,
     OpKind.NORM: NormArgs,
@@ -236,4 +293,9 @@ ARGUMENTS: dict[OpKind, type[ctypes.Structure]] = {
     OpKind.ARGMAX_MERGE: ArgmaxArgs,
     OpKind.CHOOSE: ChooseArgs,
     OpKind.GATHER: GatherArgs,
+    OpKind.ROUTE: RouteArgs,
+    OpKind.GROUP: RouteArgs,
+    OpKind.GATHER_PAIRS: GatherPairsArgs,
+    OpKind.EXPERTS: ExpertsArgs,
+    OpKind.COMBINE: CombineArgs,
 }

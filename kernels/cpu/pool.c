@@ -52,6 +52,11 @@ static const op_class *const CLASSES[NUM_OP_KINDS] = {
     [OP_ARGMAX_MERGE] = &argmax_merge_class,
     [OP_CHOOSE] = &choose_class,
     [OP_GATHER] = &gather_class,
+    [OP_ROUTE] = &route_class,
+    [OP_GROUP] = &group_class,
+    [OP_GATHER_PAIRS] = &gather_pairs_class,
+    [OP_EXPERTS] = &experts_class,
+    [OP_COMBINE] = &combine_class,
 };
 
 typedef struct progress {

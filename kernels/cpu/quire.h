@@ -53,7 +53,12 @@ enum op_kind {
     OP_ARGMAX_MERGE = 9,
     OP_CHOOSE = 10,
     OP_GATHER = 11,
-    NUM_OP_KINDS = 12,
+    OP_ROUTE = 15,
+    OP_GROUP = 16,
+    OP_GATHER_PAIRS = 17,
+    OP_EXPERTS = 18,
+    OP_COMBINE = 19,
+    NUM_OP_KINDS = 20,
 };
 
 /* How a kind is run. `thread` is in [0, num_threads). */
@@ -66,7 +71,8 @@ typedef struct op_class {
 } op_class;
 
 extern const op_class embed_class, norm_class, linear_class, rotary_kv_class, attention_plan_class, attention_class,
-    attention_merge_class, quantize_class, argmax_class, argmax_merge_class, choose_class, gather_class;
+    attention_merge_class, quantize_class, argmax_class, argmax_merge_class, choose_class, gather_class,
+    route_class, group_class, gather_pairs_class, experts_class, combine_class;
 
 /* At least `bytes` of memory that belongs to the calling thread: 64-byte aligned, contents kept until it grows; no two users at a time. */
 void *scratch(int64_t bytes);
