@@ -66,7 +66,9 @@ class ModelConfig:
     dtype: str = setting("auto", "of weights, and of KV by default; auto: the checkpoint's", choices=(
         "auto", "float32", "bfloat16", "float16"))  # fmt: skip
     quantization: str = setting("none", "quantize a float checkpoint at load, activations to int8 (CPU only); "
-                                "int4 keeps an int8 output projection", choices=("none", "int8", "int4"))  # fmt: skip
+                                "int4 keeps an int8 output projection. How a quantized checkpoint is stored its own "
+                                "config.json says; its method may be named here and must be that one", choices=(
+        "none", "int8", "int4", "awq", "gptq", "fp8", "compressed-tensors"))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

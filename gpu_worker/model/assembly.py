@@ -25,6 +25,7 @@ from gpu_worker.model.runner import Decoder, DecoderRunner, ModelCard
 from gpu_worker.model.vocabulary import tokenizer_size
 from gpu_worker.model.weights import ignored_weights
 from gpu_worker.model.windows import shared_window, without_idle_windows
+from gpu_worker.quant.scheme import refuse_other_quantization
 from gpu_worker.sampling.sampler import Sampler
 from kernels.cpu.choose import Chooser
 from kernels.cpu.program import Pool
@@ -49,6 +50,7 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
         torch.set_num_threads(engine.num_threads)
     folder, device = Path(config.model.model), _device(engine.device)
     checkpoint_config, model_len = _read_config(folder, config.model.max_model_len)
+    refuse_other_quantization(config.model.quantization, checkpoint_config.scheme, device.type)
     dtype_name = _dtype_name(config.model.dtype, checkpoint_config)
     dtype: torch.dtype = getattr(torch, dtype_name)
     layout = _layout(checkpoint_config, engine, dtype)
@@ -166,6 +168,9 @@ def _dtype_name(wanted: str, config: CheckpointConfig) -> str:
     name = config.dtype if wanted == "auto" else wanted
     if name not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"the checkpoint's dtype {shorten(name)} is not supported; choose one with --dtype")
+    if wanted == "auto" and name == "float16" and config.scheme is not None:  # of which the CPU kernels have none
+        _log.info("dtype.chosen", dtype="bfloat16", why="a quantized checkpoint of float16 on a CPU")
+        return "bfloat16"
     return name
 
 

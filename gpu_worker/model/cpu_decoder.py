@@ -29,7 +29,7 @@ from kernels.cpu.attention import (
     with_own_plan,
 )
 from kernels.cpu.kv_cache import KvShape
-from kernels.cpu.linear import add_linear
+from kernels.cpu.linear import PackedWeight, add_linear
 from kernels.cpu.ops import Epilogue, Step
 from kernels.cpu.program import Pool, Program, address, sum_profiles
 from kernels.cpu.rows import add_argmax, add_embed, add_gather, add_norm, add_quantize, quantized_bytes
@@ -45,6 +45,20 @@ class _Rows:
 
     values: Tensor
     scales: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """Rows of `width` numbers that linears are to read: as `floats`, or `quantized` if any of these linears is."""
+
+    width: int
+    floats: Tensor
+    quantized: Tensor
+    scales: Tensor
+
+    def rows(self, weight: PackedWeight) -> _Rows:
+        """What `weight` reads."""
+        return _Rows(self.quantized, self.scales) if weight.is_quantized else _Rows(self.floats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +81,7 @@ class _Buffers:
 
     Attributes:
         all, wanted: of all rows, and of those whose logits are wanted.
-        normed: normed hidden states. mixed, gated: results of attention and of the gate, [rows, width] in the model's
-            dtype. mixed_rows, gated_rows: the same as linears read them.
+        normed: normed hidden states. mixed, gated: results of attention and of the gate.
         qkv: [rows, queries, keys and values] float32.
         addend: [rows, hidden] float32: what is normed before it is added to the residual.
         logits: [wanted, vocab] float32. best: [wanted] int64.
@@ -76,11 +89,9 @@ class _Buffers:
 
     all: _Flow
     wanted: _Flow
-    normed: _Rows
-    mixed: Tensor
-    mixed_rows: _Rows
-    gated: Tensor
-    gated_rows: _Rows
+    normed: _Input
+    mixed: _Input
+    gated: _Input
     qkv: Tensor
     addend: Tensor
     logits: Tensor
@@ -161,16 +172,12 @@ class CpuDecoder:
     def _make_buffers(self, inputs: StepInputs) -> _Buffers:
         config, capacity = self._config, inputs.capacity
         rows, wanted = capacity.max_tokens, capacity.max_wanted
-        mixed = self._make_floats(rows, config.num_heads * config.head_size)
-        gated = self._make_floats(rows, config.intermediate_size)
         return _Buffers(
             all=self._make_flow(rows, capacity),
             wanted=self._make_flow(wanted, capacity),
-            normed=self._make_rows(rows, config.hidden_size),
-            mixed=mixed,
-            mixed_rows=self._make_rows(rows, config.num_heads * config.head_size, mixed),
-            gated=gated,
-            gated_rows=self._make_rows(rows, config.intermediate_size, gated),
+            normed=self._make_input(rows, config.hidden_size),
+            mixed=self._make_input(rows, config.num_heads * config.head_size),
+            gated=self._make_input(rows, config.intermediate_size),
             qkv=make_buffer(rows, self._shape.qkv_width, dtype=torch.float32),
             addend=make_buffer(rows if config.has_post_norms else 0, config.hidden_size, dtype=torch.float32),
             logits=make_buffer(wanted, config.vocab_size, dtype=torch.float32),
@@ -182,16 +189,15 @@ class CpuDecoder:
         attention = {window: with_own_plan(buffers) for window in self._shapes}
         return _Flow(make_buffer(num_rows, self._config.hidden_size, dtype=torch.float32), attention)
 
-    def _make_floats(self, num_rows: int, width: int) -> Tensor:
+    def _make_input(self, num_rows: int, width: int) -> _Input:
+        """Buffers; pages that nothing is written to take no memory."""
         padded = -(-width // _PAD_COLUMNS) * _PAD_COLUMNS
-        return make_buffer(num_rows, padded, dtype=self._dtype)
-
-    def _make_rows(self, num_rows: int, width: int, floats: Tensor | None = None) -> _Rows:
-        """A linear's input; `floats` themselves where weights are not quantized."""
-        if self._weights.is_quantized:
-            values = make_buffer(num_rows, quantized_bytes(width), dtype=torch.int8)
-            return _Rows(values, torch.zeros(num_rows))
-        return _Rows(self._make_floats(num_rows, width) if floats is None else floats)
+        return _Input(
+            width=width,
+            floats=make_buffer(num_rows, padded, dtype=self._dtype),
+            quantized=make_buffer(num_rows, quantized_bytes(width), dtype=torch.int8),
+            scales=torch.zeros(num_rows),
+        )
 
     def _build(self, cache: KvCache) -> Program:
         program, buffers, weights = Program(), self._buffers, self._weights
@@ -205,16 +211,15 @@ class CpuDecoder:
                 rows = self._add_gather(program)
             self._add_attention(program, layer, index, cache.blocks(index), rows)
             self._add_mlp(program, layer, rows.hidden)
-        self._add_norm(program, weights.norm, buffers.wanted.hidden, buffers.normed)
-        normed = buffers.normed
+        normed = self._add_norm(program, weights.norm, buffers.wanted.hidden, weights.head)
         add_linear(program, normed.values, weights.head, buffers.logits, x_scales=normed.scales, label="head")
         return program
 
     def _add_queries(self, program: Program, layer: PackedLayer, index: int, blocks: Tensor) -> None:
         """Queries of all rows, and their keys and values into the cache."""
         buffers, shape = self._buffers, self._shape
-        self._add_norm(program, layer.input_norm, buffers.all.hidden, buffers.normed)
-        _add_projection(program, buffers.normed, layer.qkv, buffers.qkv, label="qkv")
+        normed = self._add_norm(program, layer.input_norm, buffers.all.hidden, layer.qkv.weight)
+        _add_projection(program, normed, layer.qkv, buffers.qkv, label="qkv")
         head_norms = None
         if layer.query_norm is not None and layer.key_norm is not None:
             head_norms = HeadNorms(layer.query_norm, layer.key_norm, self._config.rms_norm_eps)
@@ -242,19 +247,16 @@ class CpuDecoder:
         buffers, window = self._buffers, self._config.windows[index]
         shape = self._shapes[window]
         width = shape.heads * shape.kv.head_size
-        add_attention(program, shape, rows.attention[window], blocks, buffers.mixed[:, :width])
-        _add_quantize(program, buffers.mixed, width, buffers.mixed_rows)
-        label, norm = "output", layer.post_attention_norm
-        self._add_to_residual(program, buffers.mixed_rows, layer.output, rows.hidden, norm=norm, label=label)
+        add_attention(program, shape, rows.attention[window], blocks, buffers.mixed.floats[:, :width])
+        mixed, norm = _add_quantize(program, buffers.mixed, layer.output.weight), layer.post_attention_norm
+        self._add_to_residual(program, mixed, layer.output, rows.hidden, norm=norm, label="output")
 
     def _add_mlp(self, program: Program, layer: PackedLayer, hidden: Tensor) -> None:
-        buffers = self._buffers
-        self._add_norm(program, layer.mlp_norm, hidden, buffers.normed)
-        _add_projection(
-            program, buffers.normed, layer.gate_up, buffers.gated, epilogue=_GATES[self._config.gate], label="gate_up"
-        )
-        _add_quantize(program, buffers.gated, self._config.intermediate_size, buffers.gated_rows)
-        self._add_to_residual(program, buffers.gated_rows, layer.down, hidden, norm=layer.post_mlp_norm, label="down")
+        gated, gate = self._buffers.gated, _GATES[self._config.gate]
+        normed = self._add_norm(program, layer.mlp_norm, hidden, layer.gate_up.weight)
+        _add_projection(program, normed, layer.gate_up, gated.floats, epilogue=gate, label="gate_up")
+        rows = _add_quantize(program, gated, layer.down.weight)
+        self._add_to_residual(program, rows, layer.down, hidden, norm=layer.post_mlp_norm, label="down")
 
     def _add_to_residual(
         self, program: Program, x: _Rows, projection: PackedProjection, hidden: Tensor, *, norm: Tensor | None,
@@ -268,8 +270,15 @@ class CpuDecoder:
         _add_projection(program, x, projection, addend, label=label)
         add_norm(program, addend, norm, hidden, self._config.rms_norm_eps, is_added=True)
 
-    def _add_norm(self, program: Program, scale: Tensor, hidden: Tensor, out: _Rows) -> None:
-        add_norm(program, hidden, scale, out.values, self._config.rms_norm_eps, out_scales=out.scales)
+    def _add_norm(self, program: Program, scale: Tensor, hidden: Tensor, weight: PackedWeight) -> _Rows:
+        """The norm of `hidden` as `weight` reads it."""
+        normed, eps = self._buffers.normed, self._config.rms_norm_eps
+        if weight.order is None:
+            rows = normed.rows(weight)
+            add_norm(program, hidden, scale, rows.values, eps, out_scales=rows.scales)
+            return rows
+        add_norm(program, hidden, scale, normed.floats, eps)
+        return _add_quantize(program, normed, weight)
 
 
 def _bind(inputs: StepInputs) -> Step:
@@ -290,6 +299,8 @@ def _add_projection(
     )
 
 
-def _add_quantize(program: Program, x: Tensor, width: int, rows: _Rows) -> None:
-    if rows.scales is not None:
-        add_quantize(program, x, width, rows.values, rows.scales)
+def _add_quantize(program: Program, x: _Input, weight: PackedWeight) -> _Rows:
+    """The floats of `x` as `weight` reads them."""
+    if weight.is_quantized:
+        add_quantize(program, x.floats, x.width, x.quantized, x.scales, order=weight.order)
+    return x.rows(weight)

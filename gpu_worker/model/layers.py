@@ -11,8 +11,9 @@ from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.kv_layout import KvCache
 from gpu_worker.model.quantization import quantize
 from kernels.gelu_mul import gelu_mul
+from kernels.grouped_weight import GroupedWeight, Weight, dequantized_linear
 from kernels.kv_write import WriteSlots, kv_write
-from kernels.linear import linear, pack_weight
+from kernels.linear import LinearWeight, linear, pack_weight
 from kernels.paged_attention import PagedBatch, paged_attention
 from kernels.quantized_linear import QuantizedWeight, quantized_linear
 from kernels.rms_norm import add_rms_norm, rms_norm
@@ -40,18 +41,25 @@ class Linear:
 
     Args:
         weight: [out, in]. bias: [out] or None.
-        kind: what the weight is quantized to: "none", "int8" or "int4".
+        kind: what a float weight is quantized to: "none", "int8" or "int4".
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, kind: str = "none") -> None:
-        self._weight = pack_weight(weight) if kind == "none" else quantize(weight, kind)
+    def __init__(self, weight: Weight, bias: Tensor | None = None, kind: str = "none") -> None:
         self._bias = bias
+        self._weight: LinearWeight | QuantizedWeight | GroupedWeight
+        if not isinstance(weight, Tensor):
+            self._weight = weight
+        else:
+            self._weight = pack_weight(weight) if kind == "none" else quantize(weight, kind)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] → [rows, out]."""
-        if isinstance(self._weight, QuantizedWeight):
-            return quantized_linear(x, self._weight, self._bias).to(x.dtype)
-        return linear(x, self._weight, self._bias)
+        weight = self._weight
+        if isinstance(weight, GroupedWeight) or (isinstance(weight, QuantizedWeight) and weight.is_fp8):
+            return dequantized_linear(x, weight, self._bias).to(x.dtype)
+        if isinstance(weight, QuantizedWeight):
+            return quantized_linear(x, weight, self._bias).to(x.dtype)
+        return linear(x, weight, self._bias)
 
     def rows(self, like: Tensor) -> Tensor:
         """The weight as a table to look rows up in, of the dtype of `like`, which it was made of."""

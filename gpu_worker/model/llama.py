@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,7 @@ from gpu_worker.model.loader import Checkpoint
 from gpu_worker.model.quantization import QUANTIZATIONS, Quantization
 from gpu_worker.model.rope import rotary_table
 from gpu_worker.model.weights import LayerWeights, MlpWeights, read_layer, read_outer
+from gpu_worker.quant.rows import join
 from kernels.kv_write import WriteSlots
 from kernels.rotary import take_turns
 from kernels.softcap import softcap
@@ -198,7 +198,8 @@ def _make_feed_forward(config: CheckpointConfig, weights: LayerWeights, layer: i
 
 def _make_mlp(weights: MlpWeights, gate_kind: str, kind: str) -> GatedMlp:
     gate, up, down = weights.gate, weights.up, weights.down
-    gate_up = Linear(_join(gate.weight, up.weight), _join(gate.bias, up.bias), kind)
+    bias = None if gate.bias is None or up.bias is None else torch.cat((gate.bias, up.bias))
+    gate_up = Linear(join(gate.weight, up.weight), bias, kind)
     return GatedMlp(gate_up, Linear(down.weight, down.bias, kind), gate_kind)
 
 
@@ -215,11 +216,3 @@ def _make_head_norms(config: CheckpointConfig, weights: LayerWeights) -> HeadNor
     if weights.query_norm is None or weights.key_norm is None:
         return None
     return HeadNorms(*(RmsNorm(weight, config.rms_norm_eps) for weight in (weights.query_norm, weights.key_norm)))
-
-
-@overload
-def _join(first: Tensor, second: Tensor) -> Tensor: ...
-@overload
-def _join(first: Tensor | None, second: Tensor | None) -> Tensor | None: ...
-def _join(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    return None if first is None or second is None else torch.cat((first, second))

@@ -25,6 +25,7 @@ _log = get_log("loader")
 _INDEX = "model.safetensors.index.json"
 _SAMPLE_BYTES = 1 << 16
 _NUM_SAMPLES = 16
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class Checkpoint:
@@ -63,16 +64,31 @@ class Checkpoint:
         Raises:
             ConfigError: it is missing, has another shape, or is no float tensor.
         """
+        tensor = self.take_stored(name, shape)
+        if tensor.dtype not in _FLOATS:
+            raise ConfigError(
+                f"{self._folder}: {name} is {tensor.dtype}, and config.json does not say how it is quantized"
+            )
+        return tensor.to(device=self._device, dtype=dtype or self._dtype)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor `name`."""
+        return name in self._files
+
+    def take_stored(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The tensor `name` as the file has it, of any shape if `shape` is None.
+
+        Raises:
+            ConfigError: it is missing, or has another shape.
+        """
         if name not in self._files:
             raise ConfigError(f"{self._folder}: the weights hold no tensor {name}")
         tensor: Tensor = self._files[name].get_tensor(name)
-        if tuple(tensor.shape) != shape:
+        if shape is not None and tuple(tensor.shape) != shape:
             raise ConfigError(f"{self._folder}: {name} is {list(tensor.shape)}, config.json asks for {list(shape)}")
-        if not tensor.is_floating_point():
-            raise ConfigError(f"{self._folder}: {name} is {tensor.dtype}; quantized weights are not supported")
         self._taken.add(name)
         self._report_progress()
-        return tensor.to(device=self._device, dtype=dtype or self._dtype)
+        return tensor
 
     def take_joined(self, names: list[str], shapes: list[tuple[int, ...]]) -> Tensor:
         """Several tensors below one another."""

@@ -22,10 +22,12 @@ from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.loader import Checkpoint
 from gpu_worker.model.quantization import Quantization, quantize
 from gpu_worker.model.weights import LayerWeights, Projection, read_layer, read_outer
+from gpu_worker.quant.rows import combine
 from kernels.cpu.arena import ALIGNMENT, Arena
 from kernels.cpu.linear import PackedWeight, interleave, pack_float
 from kernels.cpu.ops import Dtype
 from kernels.cpu.pack import pack_quantized
+from kernels.grouped_weight import Weight
 from shared.logs import get_log
 
 FORMAT = 1
@@ -69,11 +71,6 @@ class PackedModel:
     layers: tuple[PackedLayer, ...]
     norm: Tensor
     head: PackedWeight
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether linears read int8 rows."""
-        return self.head.dtype in (Dtype.INT8, Dtype.INT4)
 
     @property
     def num_bytes(self) -> int:
@@ -160,7 +157,7 @@ class _Reading:
 
     def _weight(self, name: str) -> PackedWeight:
         dtype, in_features, out_features = self._shapes[name]
-        parts = {part: self._tensor(f"{name}.{part}") for part in ("panels", "scales")
+        parts = {part: self._tensor(f"{name}.{part}") for part in ("panels", "scales", "order")
                  if f"{name}.{part}" in self._names}  # fmt: skip
         return PackedWeight(dtype=Dtype[dtype], in_features=in_features, out_features=out_features, **parts)
 
@@ -179,7 +176,7 @@ class _Packing:
         (mlp,) = weights.mlp
         gate, up = mlp.gate, mlp.up
         gate_up = Projection(
-            weight=interleave(gate.weight, up.weight),
+            weight=combine((gate.weight, up.weight), interleave),
             bias=None if gate.bias is None or up.bias is None else interleave(gate.bias, up.bias),
         )
         norms = {norm: weight.float() for norm in _NORMS if (weight := getattr(weights, norm)) is not None}
@@ -195,8 +192,11 @@ class _Packing:
         bias = None if projection.bias is None else projection.bias.float()
         return PackedProjection(weight=self.weight(projection.weight, self._quantization.body), bias=bias)
 
-    def weight(self, weight: Tensor, kind: str) -> PackedWeight:
-        packed = pack_float(weight) if kind == "none" else pack_quantized(quantize(weight, kind))
+    def weight(self, weight: Weight, kind: str) -> PackedWeight:
+        if isinstance(weight, Tensor):
+            packed = pack_float(weight) if kind == "none" else pack_quantized(quantize(weight, kind))
+        else:
+            packed = pack_quantized(weight)
         return packed.moved(self._arena)
 
 

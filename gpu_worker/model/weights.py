@@ -9,13 +9,17 @@ from torch import Tensor
 
 from gpu_worker.model.config import CheckpointConfig, Experts
 from gpu_worker.model.loader import Checkpoint
+from gpu_worker.quant.linears import IGNORED, read_weight
+from gpu_worker.quant.rows import halves, join, num_rows, take_rows
+from gpu_worker.quant.scheme import Scheme
+from kernels.grouped_weight import Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
     """A linear's weight [out, in] and its bias [out], if it has one."""
 
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None = None
 
 
@@ -53,7 +57,7 @@ class OuterWeights:
 
     embedding: Tensor
     norm: Tensor
-    head: Tensor
+    head: Weight
 
 
 def read_outer(config: CheckpointConfig, checkpoint: Checkpoint) -> OuterWeights:
@@ -63,7 +67,7 @@ def read_outer(config: CheckpointConfig, checkpoint: Checkpoint) -> OuterWeights
     return OuterWeights(
         embedding=embedding,
         norm=_take_norm(config, checkpoint, "model.norm", config.hidden_size),
-        head=embedding if config.is_tied else checkpoint.take("lm_head.weight", vocab),
+        head=embedding if config.is_tied else read_weight(config.scheme, checkpoint, "lm_head", vocab),
     )
 
 
@@ -72,13 +76,14 @@ def read_layer(config: CheckpointConfig, checkpoint: Checkpoint, layer: int) -> 
     name, hidden = f"model.layers.{layer}.", config.hidden_size
     names, q_size = _NAMES[config.is_fused], config.num_heads * config.head_size
     kv_size = config.num_kv_heads * config.head_size
-    qkv = _read_joined(checkpoint, name, names.qkv, [q_size, kv_size, kv_size], hidden, has_bias=config.has_qkv_bias)
-    output = _read_joined(checkpoint, name, ["self_attn.o_proj"], [hidden], q_size, has_bias=config.has_output_bias)
+    source = _Source(checkpoint, config.scheme, name)
+    qkv = _read_joined(source, names.qkv, [q_size, kv_size, kv_size], hidden, has_bias=config.has_qkv_bias)
+    output = _read_joined(source, ["self_attn.o_proj"], [hidden], q_size, has_bias=config.has_output_bias)
     experts, router = config.experts[layer] if config.experts else None, None
     if experts is None:
-        mlp: tuple[MlpWeights, ...] = (_read_mlp(config, checkpoint, name),)
+        mlp: tuple[MlpWeights, ...] = (_read_mlp(config, source),)
     else:
-        mlp, router = _read_experts(experts, checkpoint, name, hidden), _read_router(experts, checkpoint, name, hidden)
+        mlp, router = _read_experts(experts, source, hidden), _read_router(experts, source, hidden)
     return LayerWeights(
         **_read_norms(config, checkpoint, name),
         qkv=_pair_up(qkv, config, config.ropes[layer].size),
@@ -88,32 +93,43 @@ def read_layer(config: CheckpointConfig, checkpoint: Checkpoint, layer: int) -> 
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a layer's tensors are: `layer` is the prefix of their names."""
+
+    checkpoint: Checkpoint
+    scheme: Scheme | None
+    layer: str
+
+    def weight(self, name: str, shape: tuple[int, int]) -> Weight:
+        return read_weight(self.scheme, self.checkpoint, self.layer + name, shape)
+
+
 def _read_joined(
-    checkpoint: Checkpoint, layer: str, parts: list[str], sizes: list[int], in_features: int, *, has_bias: bool
+    source: _Source, parts: list[str], sizes: list[int], in_features: int, *, has_bias: bool
 ) -> Projection:
     """Projections of `sizes` outputs below one another, which the checkpoint may hold as one."""
     sizes = sizes if len(parts) == len(sizes) else [sum(sizes)]
-    weight = checkpoint.take_joined([f"{layer}{part}.weight" for part in parts], [(n, in_features) for n in sizes])
+    weight = join(*(source.weight(part, (n, in_features)) for part, n in zip(parts, sizes, strict=True)))
     if not has_bias:
         return Projection(weight=weight)
-    return Projection(
-        weight=weight, bias=checkpoint.take_joined([f"{layer}{part}.bias" for part in parts], [(n,) for n in sizes])
-    )
+    names = [f"{source.layer}{part}.bias" for part in parts]
+    return Projection(weight=weight, bias=source.checkpoint.take_joined(names, [(n,) for n in sizes]))
 
 
-def _read_mlp(config: CheckpointConfig, checkpoint: Checkpoint, layer: str) -> MlpWeights:
+def _read_mlp(config: CheckpointConfig, source: _Source) -> MlpWeights:
     hidden, size, has_bias = config.hidden_size, config.intermediate_size, config.has_mlp_bias
     names = _NAMES[config.is_fused].gate_up
-    gate, up = _split(_read_joined(checkpoint, layer, names, [size, size], hidden, has_bias=has_bias))
-    down = _read_joined(checkpoint, layer, ["mlp.down_proj"], [hidden], size, has_bias=has_bias)
+    gate, up = _split(_read_joined(source, names, [size, size], hidden, has_bias=has_bias))
+    down = _read_joined(source, ["mlp.down_proj"], [hidden], size, has_bias=has_bias)
     return MlpWeights(gate=gate, up=up, down=down)
 
 
-def _read_experts(experts: Experts, checkpoint: Checkpoint, layer: str, hidden: int) -> tuple[MlpWeights, ...]:
+def _read_experts(experts: Experts, source: _Source, hidden: int) -> tuple[MlpWeights, ...]:
     names, inner, outer = experts.names, (experts.size, hidden), (hidden, experts.size)
 
     def take(name: str, expert: int, shape: tuple[int, int]) -> Projection:
-        return Projection(weight=checkpoint.take(f"{layer}{name.format(expert)}.weight", shape))
+        return Projection(weight=source.weight(name.format(expert), shape))
 
     return tuple(
         MlpWeights(gate=take(names.gate, i, inner), up=take(names.up, i, inner), down=take(names.down, i, outer))
@@ -121,8 +137,9 @@ def _read_experts(experts: Experts, checkpoint: Checkpoint, layer: str, hidden: 
     )
 
 
-def _read_router(experts: Experts, checkpoint: Checkpoint, layer: str, hidden: int) -> Projection:
-    return Projection(weight=checkpoint.take(f"{layer}{experts.names.router}.weight", (experts.count, hidden)))
+def _read_router(experts: Experts, source: _Source, hidden: int) -> Projection:
+    name = f"{source.layer}{experts.names.router}.weight"
+    return Projection(weight=source.checkpoint.take(name, (experts.count, hidden)))
 
 
 def _read_norms(config: CheckpointConfig, checkpoint: Checkpoint, layer: str) -> dict[str, Tensor]:
@@ -161,7 +178,7 @@ _NAMES = {
 
 def _split(projection: Projection) -> tuple[Projection, Projection]:
     """The upper and the lower half of the outputs, as views."""
-    weights = projection.weight.chunk(2)
+    weights = halves(projection.weight)
     biases = (None, None) if projection.bias is None else projection.bias.chunk(2)
     first, second = (Projection(weight=weight, bias=bias) for weight, bias in zip(weights, biases, strict=True))
     return first, second
@@ -179,12 +196,13 @@ def _pair_up(qkv: Projection, config: CheckpointConfig, num_turned: int) -> Proj
     numbers = torch.arange(size)
     turned, still = numbers[:num_turned].chunk(2), numbers[num_turned:].chunk(2)
     order = torch.cat((turned[0], still[0], turned[1], still[1]))
-    num_rows = (config.num_heads + config.num_kv_heads) * size
-    rows = (torch.arange(0, num_rows, size)[:, None] + order).flatten()
-    rows = torch.cat((rows, torch.arange(num_rows, len(qkv.weight)))).to(qkv.weight.device)
-    return Projection(weight=qkv.weight[rows], bias=None if qkv.bias is None else qkv.bias[rows])
+    num_turned_rows = (config.num_heads + config.num_kv_heads) * size
+    rows = (torch.arange(0, num_turned_rows, size)[:, None] + order).flatten()
+    rows = torch.cat((rows, torch.arange(num_turned_rows, num_rows(qkv.weight))))
+    return Projection(weight=take_rows(qkv.weight, rows), bias=None if qkv.bias is None else qkv.bias[rows])
 
 
 def ignored_weights(config: CheckpointConfig) -> tuple[str, ...]:
     """Endings of names that a checkpoint may hold for nothing."""
-    return ("rotary_emb.inv_freq", "lm_head.weight") if config.is_tied else ("rotary_emb.inv_freq",)
+    endings = ("rotary_emb.inv_freq", *(IGNORED if config.scheme else ()))
+    return (*endings, "lm_head.weight") if config.is_tied else endings

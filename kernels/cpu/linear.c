@@ -35,6 +35,7 @@ int64_t panel_bytes(const weight *weight) {
         case F32: return weight->in * 64;
         case BF16: return ceil_div(weight->in, 2) * 64;
         case INT8: return ceil_div(weight->in, 4) * 64;
+        case INT4_ZEROS: return ceil_div(weight->in, INT4_GROUP) * INT4_ZEROS_GROUP_BYTES;
         default: return ceil_div(weight->in, INT4_GROUP) * INT4_GROUP_BYTES;
     }
 }
@@ -118,7 +119,8 @@ static void run(const linear_args *args, const linear_tile *tile, int64_t num_ro
 #endif
     switch (args->weight.dtype) {
         case INT8: int8_tile(args, tile); break;
-        case INT4: int4_tile(args, tile); break;
+        case INT4:
+        case INT4_ZEROS: int4_tile(args, tile); break;
         default: float_tile(args, tile);
     }
 }

@@ -47,10 +47,15 @@ static void quantize_run_tile(const void *args, const step *step, int64_t tile, 
     const row_range rows = rows_of_tile(step->num_rows * a->per_row, tile, num_threads);
     for (int64_t i = rows.begin; i < rows.end; i++) {
         const float *wide = (const float *)a->in + i * a->in_stride;
+        float *copy = scratch(2 * a->width * 4);
         if (a->in_dtype == BF16) {
-            float *copy = scratch(a->width * 4);
             widen_row((const uint16_t *)a->in + i * a->in_stride, copy, a->width);
             wide = copy;
+        }
+        if (a->order) {
+            float *ordered = copy + a->width;
+            for (int64_t k = 0; k < a->width; k++) ordered[k] = wide[a->order[k]];
+            wide = ordered;
         }
         a->out_scales[i] = quantize_row(wide, a->out + i * a->out_stride, a->width);
     }

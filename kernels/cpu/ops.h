@@ -12,12 +12,15 @@
  *         w ≈ scale · (n − 8). The low nibble of byte [v][o][b] is number 8v + b of output o's group, the high one
  *         number 8v + 4 + b.
  *
+ *   INT4_ZEROS  the same with zero points [16] uint8 behind the scales: w ≈ scale · (n − zero)
+ *
  * `out` is padded to a multiple of 16 and `in` to a multiple of 2, 4 or 32 with zeros. Quantized weights are unsigned
  * since the instruction that multiplies bytes takes one operand unsigned. */
 #define INT8_ZERO_POINT 128
 #define INT4_ZERO_POINT 8
 #define INT4_GROUP 32
 #define INT4_GROUP_BYTES (16 * INT4_GROUP / 2 + 16 * 2)
+#define INT4_ZEROS_GROUP_BYTES (INT4_GROUP_BYTES + 16)
 
 typedef struct weight {
     int32_t dtype;
@@ -35,7 +38,7 @@ typedef struct embed_args {
     int32_t reserved;
 } embed_args;
 
-/* A quantized row, what INT8 and INT4 weights are multiplied by: int8 q [width padded to 64 with zeros], x ≈ scale · q
+/* A quantized row, what INT8, INT4 and INT4_ZEROS weights are multiplied by: int8 q [width padded to 64 with zeros], x ≈ scale · q
  * with scale = max|x| / 127 (kept elsewhere), then int32 [1 + groups of 32] that undo the weights' zero points:
  * −128 · (sum of all q), and −8 · (sum of q) of each group. Strides are multiples of 64. A row of zeros has scale 0;
  * one that holds a NaN or an infinity has q = 0 and scale NaN. */
@@ -69,7 +72,7 @@ static inline int is_gate(int32_t epilogue) { return epilogue == SILU_MUL || epi
 typedef struct linear_args {
     weight weight;
     const void *x;         /* [rows, x_stride]: float, bfloat16, or quantized */
-    const float *x_scales; /* [rows]; INT8 and INT4 weights */
+    const float *x_scales; /* [rows]; quantized weights */
     const float *bias;     /* [out padded] or NULL */
     void *y;
     int64_t x_stride, y_stride; /* elements */
@@ -116,6 +119,7 @@ typedef struct quantize_args {
     const void *in; /* [rows, in_stride] of in_dtype */
     int8_t *out; /* quantized rows */
     float *out_scales;
+    const int32_t *order; /* [width]: which number of a row each one is, or NULL: as they lie */
     int64_t width, in_stride, out_stride;
     int32_t in_dtype;
     int32_t per_row; /* rows of the buffers for each row of the step: 1, or a pair's */

@@ -15,6 +15,7 @@ class Dtype(IntEnum):
     INT8 = 2
     INT4 = 3
     FP8 = 4
+    INT4_ZEROS = 5
 
 
 class Epilogue(IntEnum):
@@ -183,6 +184,7 @@ class QuantizeArgs(ctypes.Structure):
         ("in_", c_void_p),
         ("out", c_void_p),
         ("out_scales", c_void_p),
+        ("order", c_void_p),
         ("width", c_int64),
         ("in_stride", c_int64),
         ("out_stride", c_int64),

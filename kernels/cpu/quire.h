@@ -14,7 +14,7 @@
 #define LANES 16 /* floats in a vector register */
 
 /* Element types of activations, caches and weights. */
-enum dtype { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, FP8 = 4 /* e4m3; of caches only */ };
+enum dtype { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, FP8 = 4 /* e4m3; of caches only */, INT4_ZEROS = 5 };
 
 /* One step: num_rows tokens, chunk after chunk of num_sequences sequences. All arrays belong to the caller. */
 typedef struct step {

@@ -60,26 +60,31 @@ def add_norm(
     program.add(OpKind.NORM, args, x, scale, out, out_scales, label=label)
 
 
-def add_quantize(program: Program, x: Tensor, width: int, out: Tensor, out_scales: Tensor, *, per_row: int = 1) -> None:
+def add_quantize(
+    program: Program, x: Tensor, width: int, out: Tensor, out_scales: Tensor, *, order: Tensor | None = None,
+    per_row: int = 1,
+) -> None:  # fmt: skip
     """Append the quantization of the first `width` columns of each row.
 
     Args:
         x: [rows, at least width] float32 or bfloat16.
         out: [rows, `quantized_bytes(width)`] int8.
         out_scales: [rows] float32.
+        order: int32 [width]: column i of `out` is column order[i] of `x`; None: i.
         per_row: rows here for each row of the step.
     """
     args = QuantizeArgs(
         in_=address(x),
         out=address(out),
         out_scales=address(out_scales),
+        order=address(order),
         width=width,
         in_stride=x.stride(0),
         out_stride=out.stride(0),
         in_dtype=_DTYPES[x.dtype],
         per_row=per_row,
     )
-    program.add(OpKind.QUANTIZE, args, x, out, out_scales)
+    program.add(OpKind.QUANTIZE, args, x, out, out_scales, order)
 
 
 def add_gather(program: Program, x: Tensor, out: Tensor) -> None:

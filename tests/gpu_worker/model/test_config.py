@@ -74,7 +74,7 @@ def edit(folder: Path, **changes: Any) -> None:
             QWEN2 | {"use_sliding_window": False, "layer_types": ["full_attention", "sliding_attention"]},
             "layer_types = .* all layers are full_attention",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized checkpoints are not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "bits = None: only 4 is supported for awq"),
         ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "'su' is not supported; supported: default, linear"),
         ({"rope_parameters": "yarn"}, "rope_parameters = 'yarn': must be an object"),
         ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor = '4': must be a positive number"),
@@ -206,7 +206,7 @@ def test_missing_and_unexpected_weights_are_named(folder: Path) -> None:
         ({k: v for k, v in weights.items() if k != "model.norm.weight"}, r"no tensor model\.norm\.weight"),
         (weights | {"model.extra.weight": torch.zeros(1)}, r"no place for model\.extra\.weight"),
         (weights | {"model.norm.weight": torch.zeros(3)}, r"model\.norm\.weight is \[3\].*asks for \[64\]"),
-        (weights | {"model.norm.weight": torch.zeros(64, dtype=torch.int8)}, "quantized weights are not supported"),
+        (weights | {"model.norm.weight": torch.zeros(64, dtype=torch.int8)}, "does not say how it is quantized"),
     ):
         save_file(changed, path)
         with pytest.raises(ConfigError, match=message):
