@@ -13,7 +13,7 @@ from gateway.auth import KeyRing
 from gateway.background import Background
 from gateway.body_budget import BodyBudget
 from gateway.cell import CellView
-from gateway.detokenize import TokenText
+from gateway.directory import ModelDirectory
 from gateway.door import Door
 from gateway.drain import Drain
 from gateway.health import POLL_S, HealthSettings, HealthView
@@ -24,6 +24,7 @@ from gateway.model_folder import ModelFolder, load_model_folder
 from gateway.prefixes import PrefixNamer
 from gateway.relay import Relay
 from gateway.routes import generate, models, operations
+from gateway.served_model import ModelText
 from gateway.server import HttpServer
 from gateway.state import GATEWAY, Gateway
 from gateway.text_pool import TextPool
@@ -133,28 +134,21 @@ def _make_gateway(config: GatewayConfig, bus: Bus, pool: TextPool) -> Gateway:
     cell = CellView(bus, clock := MonotonicClock(), config.process.worker_lease_s)
     gateway_id = GatewayId(new_incarnation("gateway"))
     process = config.process
-    settings = HealthSettings(
-        models=frozenset({*names, folder.name}),
-        worker_lease_s=process.worker_lease_s,
-        leader_lease_s=process.leader_lease_s,
-    )
+    settings = HealthSettings(worker_lease_s=process.worker_lease_s, leader_lease_s=process.leader_lease_s)
+    health = HealthView(bus, clock, settings)
+    directory = ModelDirectory(health, ModelText(folder, _max_model_len(config, folder)), names)
     keys, price = KeyRing(config.http.api_key), config.http.price_per_hour
-    desk = IntakeDesk(
-        folder=folder, model_names=names, max_model_len=_max_model_len(config, folder), pool=pool, has_price=price > 0
-    )
     return Gateway(
         gateway_id=gateway_id,
         http=config.http,
         bus=bus,
-        folder=folder,
-        model_names=names,
         started_at=unix_now(),
         keys=keys,
         bodies=BodyBudget(limits.MAX_LARGE_BODIES * config.http.max_body_bytes),
-        desk=desk,
-        token_text=TokenText(folder),
+        directory=directory,
+        desk=IntakeDesk(directory=directory, pool=pool, has_price=price > 0),
         relay=Relay(bus, gateway_id),
-        health=HealthView(bus, clock, settings),
+        health=health,
         cell=cell,
         door=Door(config.door, cell.ended_tokens),
         metrics=GatewayMetrics(names[0], keys.tenants, price),

@@ -246,10 +246,10 @@ class WorkerService:
         _log.info("worker.left", worker=mine.worker_id)
 
     def _describe(self, worker_id: WorkerId) -> WorkerHello:
-        model = self._config.model
+        names = self._config.model.served_model_name or (Path(self._config.model.model).name,)
         return WorkerHello(
             worker_id=worker_id,
-            model=model.served_model_name[0] if model.served_model_name else Path(model.model).name,
+            model=names[0],
             fingerprint=self._model.fingerprint,
             dtype=str(self._model.dtype),
             device=str(self._model.device),
@@ -266,6 +266,7 @@ class WorkerService:
             settings=_shown_settings(self._config),
             window=self._config.engine.kept_window(self._model.window),
             step_tokens=self._config.engine.step_tokens(self._model.max_model_len),
+            names=names,
         )
 
 

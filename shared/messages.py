@@ -157,7 +157,8 @@ class WorkerHello:
     requests that name equal prefixes share their blocks. Each sequence gets blocks for `reserved_tokens` at least.
     `num_swap_blocks` fit into its host memory; `preemption_mode` is one of `shared/preemption.py`. A query sees
     `window` tokens at most (0: all), a step computes `step_tokens` at most: what a sequence holds, by
-    `shared/capacity.py`. `settings`: further flags and their values, for people and `/metrics`."""
+    `shared/capacity.py`. `settings`: further flags and their values, for people and `/metrics`. `names`: all under
+    which the model is served, `model` the first of them."""
 
     worker_id: WorkerId
     model: str
@@ -177,11 +178,17 @@ class WorkerHello:
     settings: tuple[tuple[str, str], ...] = ()
     window: int = 0
     step_tokens: int = 0
+    names: tuple[str, ...] = ()
 
     @property
     def num_resident(self) -> int:
         """Most tokens of a sequence that are in blocks at once; 0: all."""
         return resident_tokens(self.window, self.step_tokens)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """What clients may call the model."""
+        return self.names or (self.model,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
