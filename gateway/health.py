@@ -36,13 +36,13 @@ class HealthSettings:
 
 
 class HealthView:
-    """Call `poll` every `POLL_S`; everything else answers from what it saw."""
+    """Call `poll` every `POLL_S`; everything else answers from what it saw. `is_bus_up`: the last poll was answered."""
 
     def __init__(self, bus: Bus, clock: Clock, settings: HealthSettings) -> None:
         self._bus = bus
         self._clock = clock
         self._settings = settings
-        self._is_bus_up = False
+        self.is_bus_up = False
         self._is_bus_lost = False
         self._leader = LeaderPulse()
         self._workers: list[WorkerPulse] = []
@@ -55,17 +55,17 @@ class HealthView:
         try:
             leader, workers = await asyncio.gather(self._bus.read_leader(), self._bus.read_workers())
         except BusError as error:
-            if self._is_bus_up:
+            if self.is_bus_up:
                 _log.warning("bus.lost", error=error)
                 self._is_bus_lost = True
-            self._is_bus_up = False
+            self.is_bus_up = False
             return
-        if not self._is_bus_up:
+        if not self.is_bus_up:
             if self._is_bus_lost:
                 _log.info("bus.found")
             self._is_bus_lost = False
             self._beats, self._steps = _Stillness(self._clock), _Stillness(self._clock)
-            self._is_bus_up = True
+            self.is_bus_up = True
         self._leader = leader
         self._workers = workers
         self._note_counters()
@@ -76,13 +76,13 @@ class HealthView:
 
     def serving(self) -> list[WorkerPulse]:
         """Workers that can be given work now: those that live, none while the bus is away."""
-        return self._live_pulses() if self._is_bus_up else []
+        return self._live_pulses() if self.is_bus_up else []
 
     def why_not_ready(self, is_wanted: Callable[[WorkerHello], bool] = lambda _: True) -> list[str]:
         """Reasons why workers that are wanted can produce no tokens; empty: ready."""
         if self.is_draining:
             return ["draining"]
-        if not self._is_bus_up:
+        if not self.is_bus_up:
             return ["bus unreachable"]
         reasons = []
         if not self._has_leader():

@@ -101,9 +101,7 @@ class IntakeDesk:
         read = self._read(kind, data) if is_short else await self.in_pool(lambda: self._read(kind, data))
         longest = max(map(len, read.prompts))
         self._check_context(read.request, longest, read.served.text.max_model_len)
-        worker = self._directory.find_worker(read.served)
-        if worker is None:
-            raise Overloaded("no worker serves this model now; try again", retry_after_s=2, code="no_worker")
+        worker = self._directory.require_worker(read.served)
         max_tokens = self._resolve_max_tokens(read, longest, worker)
         return self._build(kind, read, max_tokens), worker
 
@@ -172,6 +170,7 @@ class IntakeDesk:
             cache_salt=request.cache_salt or "",
             num_returned=(request.n or 1) if request.is_choosy else None,
             hides_logprobs=request.is_choosy and request.num_logprobs is None,
+            card=read.served.text.card_id,
         )
         return Intake(
             request_id=new_request_id(kind),

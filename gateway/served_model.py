@@ -16,9 +16,11 @@ class ModelText:
     Args:
         folder: what the model's files say.
         max_model_len: tokens that prompt and output may have together; a worker may have less.
+        card_id: names the model's card.
     """
 
-    def __init__(self, folder: ModelFolder, max_model_len: int) -> None:
+    def __init__(self, folder: ModelFolder, max_model_len: int, card_id: str) -> None:
+        self.card_id = card_id
         self.folder = folder
         self.max_model_len = max_model_len
         self.encoder = PromptEncoder(folder, max_model_len)

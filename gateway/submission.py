@@ -76,9 +76,9 @@ async def join(gateway: Gateway, request_id: str, tenant: str) -> Delivery:
     body = None if known is None or record is None else await gateway.bus.load_body(known)
     if known is None or record is None or body is None or record.summary.tenant != tenant:
         raise NotFound("no such stream", code="stream_not_found")
-    text = gateway.directory.find_text(body)
+    text = await gateway.directory.find_text(body)
     if text is None:
-        raise NotFound("this gateway serves another model", code="stream_not_found")
+        raise NotFound("the stream's model is not known here any more", code="stream_not_found")
     listener = gateway.relay.listen(known)
     listener.refill()
     delivery = _deliver(gateway, listener, body, text)
