@@ -1,16 +1,9 @@
 /* From a linear's sums to its outputs; one file, so that every weight type ends in the same operations. */
 #include "linear.h"
-#include "vector.h"
+#include "silu.h"
 
 static floats bias_of(const linear_args *args, int64_t panel) {
     return args->bias ? load(args->bias + panel * LANES) : floats_of(0);
-}
-
-/* z / (1 + e^−z). e^−z stays below 2^120, so that the reciprocal is a normal number. */
-static floats silu(floats z) {
-    const floats exponent = multiply(z, floats_of(-1.44269504088896341f));
-    const floats exponential = exp2_of(smaller(exponent, floats_of(120.0f)));
-    return multiply(z, reciprocal(add(floats_of(1.0f), exponential)));
 }
 
 static void gate(const linear_args *args, int64_t first_row, int64_t num_rows, int64_t panel, sums sums) {
