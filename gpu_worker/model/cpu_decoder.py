@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gpu_worker.lora.cpu_slots import CpuSlots
 from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.inputs import StepCapacity, StepInputs
 from gpu_worker.model.kv_layout import KvCache
@@ -30,6 +31,7 @@ from kernels.cpu.attention import (
 )
 from kernels.cpu.kv_cache import KvShape
 from kernels.cpu.linear import add_linear
+from kernels.cpu.lora import add_gate, add_lora
 from kernels.cpu.ops import Epilogue, Step
 from kernels.cpu.program import Pool, Program, address, sum_profiles
 from kernels.cpu.rows import add_argmax, add_embed, add_gather, add_norm, add_quantize, quantized_bytes
@@ -70,6 +72,7 @@ class _Buffers:
             dtype. mixed_rows, gated_rows: the same as linears read them.
         qkv: [rows, queries, keys and values] float32.
         logits: [wanted, vocab] float32. best: [wanted] int64.
+        shrunk, sums: of adapters: A · x, and gate and up before the gate, float32; None: there are none.
     """
 
     all: _Flow
@@ -82,6 +85,12 @@ class _Buffers:
     qkv: Tensor
     logits: Tensor
     best: Tensor
+    shrunk: Tensor | None
+    sums: Tensor | None
+
+
+_AddLora = Callable[[str, _Rows, Tensor], None]
+"""Appends a projection's adapters: its name, what it reads, and what it gives."""
 
 
 class CpuDecoder:
@@ -91,19 +100,21 @@ class CpuDecoder:
         cos_sin: [positions, head_size] float32, from `rotary_table`.
         kv: the cache's blocks.
         dtype: of what linears read: float32 or bfloat16.
+        adapters: the slots of those that rows may have; None: none.
     """
 
     def __init__(
         self, config: CheckpointConfig, weights: PackedModel, pool: Pool, *, cos_sin: Tensor, kv: KvShape,
-        dtype: torch.dtype,
+        dtype: torch.dtype, adapters: CpuSlots | None = None,
     ) -> None:  # fmt: skip
+        self._adapters = adapters
         self._config, self._weights, self._pool, self._dtype = config, weights, pool, dtype
         self._cos_sin = cos_sin
         self._shape = AttentionShape(heads=config.num_heads, kv=kv)
         self._shapes = {window: replace(self._shape, window=window) for window in dict.fromkeys(config.windows)}
         self._steps: dict[StepInputs, Step] = {}
-        self._logits_program: Program | None = None
-        self._best_programs: dict[int, Program] = {}
+        self._logits_programs: dict[bool, Program] = {}
+        self._best_programs: dict[tuple[int, bool], Program] = {}
 
     def start_logits(self, inputs: StepInputs, cache: KvCache) -> Callable[[], Tensor]:
         """Begin a step that writes its KV into `cache`. The result waits for it: raw logits [wanted rows, vocab]
@@ -120,11 +131,12 @@ class CpuDecoder:
     def start_best(self, inputs: StepInputs, cache: KvCache, vocab_size: int) -> Callable[[], list[int]]:
         """Begin a step that writes its KV into `cache`. The result waits for it: the likeliest of the first
         `vocab_size` ids for each wanted row, the lowest on a tie."""
-        if vocab_size not in self._best_programs:
+        key = vocab_size, inputs.num_groups > 0
+        if key not in self._best_programs:
             program = self._program(inputs, cache).copy()
             add_argmax(program, self._buffers.logits, vocab_size, self._buffers.best)
-            self._best_programs[vocab_size] = program
-        self._start(self._best_programs[vocab_size], inputs)
+            self._best_programs[key] = program
+        self._start(self._best_programs[key], inputs)
         count = len(inputs.wanted_rows)
 
         def wait() -> list[int]:
@@ -136,8 +148,8 @@ class CpuDecoder:
 
     def profile(self) -> dict[str, float]:
         """Seconds by kind of op, over all steps."""
-        programs = [self._logits_program, *self._best_programs.values()]
-        return sum_profiles(program.profile() for program in programs if program is not None)
+        programs = [*self._logits_programs.values(), *self._best_programs.values()]
+        return sum_profiles(program.profile() for program in programs)
 
     def _start(self, program: Program, inputs: StepInputs) -> None:
         if inputs not in self._steps:
@@ -146,19 +158,24 @@ class CpuDecoder:
         step.num_rows = len(inputs.token_ids)
         step.num_sequences = len(batch.context_lens)
         step.num_wanted = len(inputs.wanted_rows)
+        step.num_groups, step.num_wanted_groups = inputs.num_groups, inputs.num_wanted_groups
         self._pool.start(program, step)
 
     def _program(self, inputs: StepInputs, cache: KvCache) -> Program:
-        if self._logits_program is None:
+        """A step's ops up to its logits; those of adapters are there where some row has one."""
+        if not self._logits_programs:
             self._buffers = self._make_buffers(inputs)
-            self._logits_program = self._build(cache)
-        return self._logits_program
+        adapters = self._adapters if inputs.num_groups else None
+        if (adapters is not None) not in self._logits_programs:
+            self._logits_programs[adapters is not None] = self._build(cache, adapters)
+        return self._logits_programs[adapters is not None]
 
     def _make_buffers(self, inputs: StepInputs) -> _Buffers:
         config, capacity = self._config, inputs.capacity
         rows, wanted = capacity.max_tokens, capacity.max_wanted
         mixed = self._make_floats(rows, config.num_heads * config.head_size)
         gated = self._make_floats(rows, config.intermediate_size)
+        adapters = self._adapters
         return _Buffers(
             all=self._make_flow(rows, capacity),
             wanted=self._make_flow(wanted, capacity),
@@ -170,6 +187,10 @@ class CpuDecoder:
             qkv=make_buffer(rows, self._shape.qkv_width, dtype=torch.float32),
             logits=make_buffer(wanted, config.vocab_size, dtype=torch.float32),
             best=torch.empty(wanted, dtype=torch.int64),
+            shrunk=None if adapters is None else make_buffer(rows, adapters.shrunk_width, dtype=torch.float32),
+            sums=None
+            if adapters is None
+            else make_buffer(rows, adapters.shapes[0, "gate_up"].out_features, dtype=torch.float32),
         )
 
     def _make_flow(self, num_rows: int, capacity: StepCapacity) -> _Flow:
@@ -188,27 +209,29 @@ class CpuDecoder:
             return _Rows(values, torch.zeros(num_rows))
         return _Rows(self._make_floats(num_rows, width) if floats is None else floats)
 
-    def _build(self, cache: KvCache) -> Program:
+    def _build(self, cache: KvCache, adapters: CpuSlots | None) -> Program:
         program, buffers, weights = Program(), self._buffers, self._weights
         add_embed(program, weights.embedding, buffers.all.hidden)
         self._add_plans(program, buffers.all)
         for index, layer in enumerate(weights.layers):
-            self._add_queries(program, layer, cache.blocks(index))
+            adapt = self._adapting(program, adapters, index)
+            self._add_queries(program, layer, cache.blocks(index), adapt)
             rows = buffers.all
             if layer is weights.layers[-1]:
                 rows = self._add_gather(program)
-            self._add_attention(program, layer, index, cache.blocks(index), rows)
-            self._add_mlp(program, layer, rows.hidden)
+            self._add_attention(program, index, cache.blocks(index), rows, adapt)
+            self._add_mlp(program, layer, rows.hidden, None if adapters is None else adapt)
         self._add_norm(program, weights.norm, buffers.wanted.hidden, buffers.normed)
         normed = buffers.normed
         add_linear(program, normed.values, weights.head, buffers.logits, x_scales=normed.scales, label="head")
         return program
 
-    def _add_queries(self, program: Program, layer: PackedLayer, blocks: Tensor) -> None:
+    def _add_queries(self, program: Program, layer: PackedLayer, blocks: Tensor, adapt: _AddLora) -> None:
         """Queries of all rows, and their keys and values into the cache."""
         buffers, shape = self._buffers, self._shape
         self._add_norm(program, layer.input_norm, buffers.all.hidden, buffers.normed)
         _add_projection(program, buffers.normed, layer.qkv, buffers.qkv, label="qkv")
+        adapt("qkv", buffers.normed, buffers.qkv)
         head_norms = None
         if layer.query_norm is not None and layer.key_norm is not None:
             head_norms = HeadNorms(layer.query_norm, layer.key_norm, self._config.rms_norm_eps)
@@ -231,22 +254,45 @@ class CpuDecoder:
         for window, shape in self._shapes.items():
             add_attention_plan(program, shape, rows.attention[window])
 
-    def _add_attention(self, program: Program, layer: PackedLayer, index: int, blocks: Tensor, rows: _Flow) -> None:
-        buffers, window = self._buffers, self._config.windows[index]
+    def _add_attention(
+        self, program: Program, index: int, blocks: Tensor, rows: _Flow, adapt: _AddLora
+    ) -> None:  # fmt: skip
+        buffers, window, layer = self._buffers, self._config.windows[index], self._weights.layers[index]
         shape = self._shapes[window]
         width = shape.heads * shape.kv.head_size
         add_attention(program, shape, rows.attention[window], blocks, buffers.mixed[:, :width])
         _add_quantize(program, buffers.mixed, width, buffers.mixed_rows)
         _add_projection(program, buffers.mixed_rows, layer.output, rows.hidden, epilogue=Epilogue.ADD, label="output")
+        adapt("output", buffers.mixed_rows, rows.hidden)
 
-    def _add_mlp(self, program: Program, layer: PackedLayer, hidden: Tensor) -> None:
-        buffers = self._buffers
+    def _add_mlp(self, program: Program, layer: PackedLayer, hidden: Tensor, adapt: _AddLora | None) -> None:
+        """The feed-forward layer; with adapters the gate waits for them."""
+        buffers, size = self._buffers, self._config.intermediate_size
         self._add_norm(program, layer.mlp_norm, hidden, buffers.normed)
-        _add_projection(
-            program, buffers.normed, layer.gate_up, buffers.gated, epilogue=Epilogue.SILU_MUL, label="gate_up"
-        )
-        _add_quantize(program, buffers.gated, self._config.intermediate_size, buffers.gated_rows)
+        if adapt is None or buffers.sums is None:
+            _add_projection(
+                program, buffers.normed, layer.gate_up, buffers.gated, epilogue=Epilogue.SILU_MUL, label="gate_up"
+            )
+        else:
+            _add_projection(program, buffers.normed, layer.gate_up, buffers.sums, label="gate_up")
+            adapt("gate_up", buffers.normed, buffers.sums)
+            add_gate(program, buffers.sums, size, buffers.gated)
+        _add_quantize(program, buffers.gated, size, buffers.gated_rows)
         _add_projection(program, buffers.gated_rows, layer.down, hidden, epilogue=Epilogue.ADD, label="down")
+        if adapt is not None:
+            adapt("down", buffers.gated_rows, hidden)
+
+    def _adapting(self, program: Program, adapters: CpuSlots | None, layer: int) -> _AddLora:
+        """Lets the adapters of a projection of `layer`, which reads `x`, add to its `y`."""
+        shrunk = self._buffers.shrunk
+        if adapters is None or shrunk is None:
+            return lambda *_: None
+
+        def adapt(name: str, x: _Rows, y: Tensor) -> None:
+            shape, slots = adapters.shapes[layer, name], adapters.slots[layer, name]
+            add_lora(program, x.values, shape, slots, y, shrunk=shrunk, dtype=adapters.dtype, x_scales=x.scales)
+
+        return adapt
 
     def _add_norm(self, program: Program, scale: Tensor, hidden: Tensor, out: _Rows) -> None:
         add_norm(program, hidden, scale, out.values, self._config.rms_norm_eps, out_scales=out.scales)
