@@ -177,7 +177,7 @@ class Exchange:
 
     def _renderer(self) -> Renderer:
         price = self._gateway.http.price_per_hour
-        return Renderer(self._delivery.request_id, self._delivery.body, self._gateway.token_text, price)
+        return Renderer(self._delivery.request_id, self._delivery.body, self._delivery.token_text, price)
 
     def _headers(self) -> dict[str, str]:
         headers = {"X-Request-Id": str(self._delivery.request_id)} | self._extra_headers

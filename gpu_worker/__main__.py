@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from pathlib import Path
 
 import uvloop
 
@@ -17,6 +18,7 @@ from shared.bus import Bus
 from shared.config import WorkerConfig, load, refuse_long_paths
 from shared.errors import BusError, ConfigError, shorten
 from shared.metrics import serve_metrics
+from shared.model_card import ModelCard, read_card
 from shared.redis_bus import open_bus
 
 _DESCRIPTION = "Computes: paged attention and continuous batching over one model."
@@ -66,7 +68,7 @@ async def _run(config: WorkerConfig) -> None:
         stop = asyncio.Event()
         process.install_stop_signals(stop)
         process.settle_memory()
-        await WorkerService(bus, config, model, place, metrics.take).run(stop)
+        await WorkerService(bus, config, model, place, metrics.take, card=_read_card(config)).run(stop)
     finally:
         await bus.close()
         if server is not None:
@@ -92,6 +94,15 @@ async def _load_model(bus: Bus, config: WorkerConfig, place: Place) -> LoadedMod
         kv_tokens=model.num_blocks * model.block_size,
     )  # fmt: skip
     return model
+
+
+def _read_card(config: WorkerConfig) -> ModelCard | None:
+    """The model's card; None, and a warning, for a folder that has none: only gateways with a folder can serve it."""
+    try:
+        return read_card(Path(config.model.model))
+    except ConfigError as error:
+        _log.warning("card.missing", error=error)
+        return None
 
 
 async def _give_claim_back(bus: Bus, place: Place) -> None:

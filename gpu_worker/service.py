@@ -33,6 +33,7 @@ from shared.errors import BusError
 from shared.ids import WorkerId, new_incarnation
 from shared.logs import get_log
 from shared.messages import WorkerHello, WorkerReport
+from shared.model_card import ModelCard, pack_card
 
 SWITCH_INTERVAL_S = 0.0005
 """How soon the event loop gets the interpreter back from the engine thread; Python's 5 ms would sit in each token."""
@@ -118,6 +119,7 @@ class WorkerService:
 
     Args:
         on_report: called with each report sent, for the metrics.
+        card: of the model; None: gateways know it.
     """
 
     def __init__(
@@ -127,7 +129,11 @@ class WorkerService:
         model: LoadedModel,
         place: Place,
         on_report: Callable[[WorkerReport], None] = lambda _: None,
+        *,
+        card: ModelCard | None = None,
     ) -> None:
+        self._card = card
+        self._card_id = "" if card is None else card.card_id
         self._bus = bus
         self._config = config
         self._model = model
@@ -210,6 +216,8 @@ class WorkerService:
             try:
                 if self._place.device_id is not None:
                     await self._bus.claim_device(mine.worker_id, [self._place.device_id])
+                if self._card is not None and not await self._bus.use_card(self._card_id):
+                    await self._bus.put_card(self._card_id, await asyncio.to_thread(pack_card, self._card))
                 await self._bus.hello(self._describe(mine.worker_id))
             except BusError as error:
                 _log.recurring("hello.failed", error=error)
@@ -247,10 +255,10 @@ class WorkerService:
         _log.info("worker.left", worker=mine.worker_id)
 
     def _describe(self, worker_id: WorkerId) -> WorkerHello:
-        model = self._config.model
+        names = self._config.model.served_model_name or (Path(self._config.model.model).name,)
         return WorkerHello(
             worker_id=worker_id,
-            model=model.served_model_name[0] if model.served_model_name else Path(model.model).name,
+            model=names[0],
             fingerprint=self._model.fingerprint,
             dtype=str(self._model.dtype),
             device=str(self._model.device),
@@ -267,6 +275,8 @@ class WorkerService:
             settings=_shown_settings(self._config),
             window=self._config.engine.kept_window(self._model.window),
             step_tokens=self._config.engine.step_tokens(self._model.max_model_len),
+            names=names,
+            card=self._card_id,
         )
 
 

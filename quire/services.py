@@ -34,12 +34,13 @@ def scheduler_spec(config: ServeConfig, redis_url: str) -> ChildSpec:
 
 
 def worker_spec(config: ServeConfig, redis_url: str, index: int) -> ChildSpec:
-    """Worker `index`, with its share of the cores."""
-    num_threads = config.engine.num_threads or threads_per_worker(most_workers(config))
+    """Worker `index`, with its share of the cores and of the memory."""
+    num_workers = most_workers(config)
+    num_threads = config.engine.num_threads or threads_per_worker(num_workers)
     service = WorkerConfig(
         process=_process(config, redis_url, 1 + index),
         model=config.model,
-        engine=replace(config.engine, num_threads=num_threads),
+        engine=replace(config.engine, num_threads=num_threads, memory_shares=num_workers),
     )
     return _spec(worker_name(index), "gpu_worker", service, num_threads=num_threads)
 
@@ -52,9 +53,9 @@ def gateway_spec(config: ServeConfig, redis_url: str, index: int, port: int) -> 
 
 
 def most_workers(config: ServeConfig) -> int:
-    """How many workers may run at the same time."""
+    """How many workers may run at the same time, of all models."""
     limits = config.scaling.limits()
-    return config.workers if limits is None else limits.high
+    return config.workers * (1 + len(config.more_models)) if limits is None else limits.high
 
 
 def worker_name(index: int) -> str:

@@ -335,6 +335,15 @@ class WorkerOps(Protocol):
         """Enter the `workers` hash. Earlier incarnations of the same name are over: as `requeue` does for each."""
         ...
 
+    async def use_card(self, card_id: str) -> bool:
+        """Whether model card `card_id` is there; if so it is the latest now. For the time before `hello`, which names
+        it, and with which it stays."""
+        ...
+
+    async def put_card(self, card_id: str, data: bytes) -> None:
+        """Store a card unless it is there. Of those that no worker names only the latest ones stay."""
+        ...
+
     async def bye(self, worker_id: WorkerId) -> None:
         """Leave it (clean shutdown, nothing held): fields and inbox deleted."""
         ...
@@ -396,6 +405,10 @@ class GatewayOps(Protocol):
 
     async def gateway_bye(self, gateway_id: GatewayId) -> None:
         """Leave the `gateways` hash (clean shutdown)."""
+        ...
+
+    async def load_card(self, card_id: str) -> bytes | None:
+        """A model card as it was stored, None if there is none."""
         ...
 
     async def read_queue(self) -> QueueDepth:

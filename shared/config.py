@@ -58,9 +58,10 @@ class ModelConfig:
     """The model."""
 
     model: str = setting("", "folder with config.json, tokenizer.json and *.safetensors; none: `quire serve` makes "
-                         "SmolLM2-135M-Instruct", is_positional=True)  # fmt: skip
-    served_model_name: tuple[str, ...] = setting((), "name(s) clients may use; default: the folder's name",
-                                                  may_be_empty=False)  # fmt: skip
+                         "SmolLM2-135M-Instruct, a gateway serves what workers bring", is_positional=True)  # fmt: skip
+    served_model_name: tuple[str, ...] = setting((), "name(s) clients may use; default: the folder's name. Of a "
+                                                 "gateway without a model: those it waits for",
+                                                 may_be_empty=False)  # fmt: skip
     max_model_len: int | None = setting(None, "most tokens of prompt and output together; default: the model's",
                                         minimum=1)  # fmt: skip
     dtype: str = setting("auto", "of weights, and of KV by default; auto: the checkpoint's", choices=(
@@ -148,7 +149,9 @@ class EngineConfig:
     kv_layout: str = setting("paged", "contiguous: reserve --max-model-len tokens for each sequence, to compare with",
                              choices=("paged", "contiguous"))  # fmt: skip
     kv_cache_memory_bytes: int | None = setting(
-        None, "KV cache size; default on CPU: a quarter of free memory, at most 4 GiB", minimum=1)  # fmt: skip
+        None, "KV cache size of a worker; default on CPU: a quarter of free memory, which the launcher divides among "
+        "its workers, at most 4 GiB", minimum=1)  # fmt: skip
+    memory_shares: int = setting(1, "workers that divide this machine's memory", minimum=1, is_hidden=True)
     kv_cache_dtype: str = setting(
         "auto", "of keys and values; auto: the model's; int8 and fp8 (e4m3) hold about twice the tokens of bf16",
         choices=(
@@ -324,11 +327,16 @@ class AutoscalerConfig:
 class ServeConfig:
     """The launcher: everything, and how many of each."""
 
-    workers: int = setting(1, "workers to start (with --autoscale: leave it out)", minimum=1, maximum=MAX_WORKERS_HERE)
+    workers: int = setting(
+        1, "workers to start of each model (with --autoscale: leave it out)", minimum=1, maximum=MAX_WORKERS_HERE
+    )
     gateways: int = setting(1, "gateways to start, on ports P, P+1, ...", minimum=1, maximum=64)
     data_dir: str = setting("", "folder for the private Redis' data, kept; default: a new one, removed at exit")
     state_file: str = setting("", "write process ids, ports and the Redis address here as JSON", is_hidden=True)
     model: ModelConfig = field(default_factory=ModelConfig)
+    more_models: tuple[str, ...] = setting((), "further models, each with --workers of its own: FOLDER, or NAME=FOLDER "
+                                           "to give it another name", may_be_empty=False,
+                                           is_positional=True)  # fmt: skip
     http: HttpConfig = field(default_factory=HttpConfig)
     door: DoorConfig = field(default_factory=DoorConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

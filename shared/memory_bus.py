@@ -179,6 +179,12 @@ class MemoryBus:
     async def hello(self, message: WorkerHello) -> None:
         self.steps.hello(message)
 
+    async def use_card(self, card_id: str) -> bool:
+        return self.steps.use_card(card_id)
+
+    async def put_card(self, card_id: str, data: bytes) -> None:
+        self.steps.use_card(card_id, data)
+
     async def bye(self, worker_id: WorkerId) -> None:
         self.steps.bye(worker_id)
 
@@ -231,6 +237,9 @@ class MemoryBus:
 
     async def gateway_bye(self, gateway_id: GatewayId) -> None:
         self.steps.gateways.pop(gateway_id, None)
+
+    async def load_card(self, card_id: str) -> bytes | None:
+        return self.steps.cards.get(card_id)
 
     async def read_queue(self) -> QueueDepth:
         return self.steps.read_queue()

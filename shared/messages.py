@@ -95,7 +95,8 @@ class RequestBody:
 
     `num_returned` (`best_of`): of each prompt's `n` choices the client gets so many, those with the highest mean log
     probability a token; None: all. `hides_logprobs`: the log holds logprobs for that comparison only.
-    `include_cost`: usage says what the request cost, so its worker writes that with each commit.
+    `include_cost`: usage says what the request cost, so its worker writes that with each commit. `card` names the
+    model card by which its log is rendered (`shared/model_card.py`); "": by the name of the model.
     """
 
     kind: str
@@ -112,6 +113,7 @@ class RequestBody:
     num_returned: int | None = None
     hides_logprobs: bool = False
     include_cost: bool = False
+    card: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +159,8 @@ class WorkerHello:
     requests that name equal prefixes share their blocks. Each sequence gets blocks for `reserved_tokens` at least.
     `num_swap_blocks` fit into its host memory; `preemption_mode` is one of `shared/preemption.py`. A query sees
     `window` tokens at most (0: all), a step computes `step_tokens` at most: what a sequence holds, by
-    `shared/capacity.py`. `settings`: further flags and their values, for people and `/metrics`."""
+    `shared/capacity.py`. `settings`: further flags and their values, for people and `/metrics`. `names`: all under
+    which the model is served, `model` the first of them. `card` names the model's card, "": it has none."""
 
     worker_id: WorkerId
     model: str
@@ -177,11 +180,18 @@ class WorkerHello:
     settings: tuple[tuple[str, str], ...] = ()
     window: int = 0
     step_tokens: int = 0
+    names: tuple[str, ...] = ()
+    card: str = ""
 
     @property
     def num_resident(self) -> int:
         """Most tokens of a sequence that are in blocks at once; 0: all."""
         return resident_tokens(self.window, self.step_tokens)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """What clients may call the model."""
+        return self.names or (self.model,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

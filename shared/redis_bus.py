@@ -206,7 +206,14 @@ class RedisBus:
     # WorkerOps
 
     async def hello(self, message: WorkerHello) -> None:
-        await self._link.run(scripts.HELLO, message.worker_id, worker_name(message.worker_id), wire.encode(message))
+        names = (message.worker_id, worker_name(message.worker_id))
+        await self._link.run(scripts.HELLO, *names, wire.encode(message), message.card)
+
+    async def use_card(self, card_id: str) -> bool:
+        return bool(await self._link.run(scripts.USE_CARD, card_id))
+
+    async def put_card(self, card_id: str, data: bytes) -> None:
+        await self._link.run(scripts.USE_CARD, card_id, data)
 
     async def bye(self, worker_id: WorkerId) -> None:
         await self._link.run(scripts.BYE, worker_id)
@@ -280,6 +287,10 @@ class RedisBus:
 
     async def gateway_bye(self, gateway_id: GatewayId) -> None:
         await self._link.call("HDEL", keys.GATEWAYS, f"beat:{gateway_id}")
+
+    async def load_card(self, card_id: str) -> bytes | None:
+        data: bytes | None = await self._link.wait("GET", keys.card(card_id))  # large: not between other commands
+        return data
 
     async def read_queue(self) -> QueueDepth:
         num_sequences, num_tokens = await self._link.call("HMGET", keys.QUEUE, "sequences", "tokens")

@@ -43,7 +43,7 @@ async def _generate(request: web.Request, kind: str) -> web.StreamResponse:
     key, after = idempotency_key(request), last_event_id(request)
     with gateway.drain.tracked():
         async with body_of(request) as data:
-            intake, worker = await gateway.desk.take(kind, data, gateway.health)
+            intake, worker = await gateway.desk.take(kind, data)
         request[REQUEST_ID] = intake.request_id
         sent = await submit(gateway, intake, worker=worker, tenant=request[TENANT], idempotency_key=key)
         delivery = sent.delivery

@@ -249,7 +249,7 @@ def _size_kv(need: KvNeed, config: WorkerConfig, model: Decoder, device: torch.d
         available = cuda_bytes(config.engine.gpu_memory_utilization, _profile(need, config, model, device), device)
         available -= 2 * NUM_STAGED * need.layout.block_bytes if config.engine.swap_bytes else 0
     else:
-        available = cpu_default_bytes()
+        available = cpu_default_bytes(config.engine.memory_shares)
     size = size_kv(need, available, is_explicit=explicit is not None)
     if size.max_model_len < need.model_len:
         _log.warning("context.lowered", max_model_len=size.max_model_len,

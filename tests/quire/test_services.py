@@ -52,7 +52,7 @@ def test_worker_reads_what_the_launcher_was_told() -> None:
     config = make_config()
     read = read_back(services.worker_spec(config, REDIS, 1), WorkerConfig)
     process = replace(config.process, redis_url=REDIS, metrics_port=9102)
-    engine = replace(config.engine, num_threads=services.threads_per_worker(2))
+    engine = replace(config.engine, num_threads=services.threads_per_worker(2), memory_shares=2)
     assert read == WorkerConfig(process=process, model=config.model, engine=engine)
 
 
@@ -107,3 +107,11 @@ def test_compute_threads_are_set_once_for_all_libraries() -> None:
     assert (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) == ("3", "3")
     assert int(environment["GOMP_SPINCOUNT"]) <= 100_000
     assert services.threads_per_worker(1000) == 1
+
+
+def test_cores_and_memory_are_divided_among_the_workers_of_all_models() -> None:
+    """With two models each worker should get the share of one of all workers."""
+    config = make_config(more_models=("/m/other",))
+    read = read_back(services.worker_spec(config, REDIS, 3), WorkerConfig)
+    assert (read.engine.memory_shares, read.engine.num_threads) == (4, services.threads_per_worker(4))
+    assert read.process.metrics_port == 9104

@@ -1,0 +1,88 @@
+"""A model's card: the files that say how its text becomes tokens and back, as they lie in its folder.
+
+Workers publish the card of their model, so that gateways need no model folder. A card is named by a hash of what is in
+it: equal names mean equal text, whoever made the card. It is packed with zlib at its fastest level: the
+3.5 MB of SmolLM2 become 0.76 MB in 0.15 s (on a busy core of a Xeon with AMX; level 6: 0.64 MB in 0.46 s, lzma: 0.59
+MB in 1.0 s), and are read back in 0.1 s. The hash takes 20 ms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from shared.errors import ConfigError, WireError
+
+REQUIRED_FILES = ("tokenizer.json", "config.json")
+FILES = (*REQUIRED_FILES, "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+MAX_CARD_BYTES = 64 * 1024 * 1024
+"""Of all files together; the largest tokenizers have about 35 MB."""
+_FRAME_BYTES = 4096
+"""More than the names in a packed card and what lies around the files."""
+_LEVEL = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """`name` is the folder's, `files` are those of `FILES` that there are, `source` says in errors whence it came."""
+
+    name: str
+    files: Mapping[str, bytes]
+    source: str = ""
+
+    @property
+    def card_id(self) -> str:
+        """A hash of name and files."""
+        digest = hashlib.sha256()
+        for part in (self.name.encode(), *(part for name in FILES for part in (name.encode(), self.files.get(name)))):
+            digest.update(b"-" if part is None else b"%d:" % len(part))
+            digest.update(part or b"")
+        return digest.hexdigest()[:32]
+
+
+class _Packed(msgspec.Struct, tag_field="t", tag="card", forbid_unknown_fields=True):
+    name: str
+    files: dict[str, bytes]
+
+
+def read_card(path: Path) -> ModelCard:
+    """The card of the model folder at `path`.
+
+    Raises:
+        ConfigError: it is not a model folder, a file cannot be read, or they are too large together.
+    """
+    if not all((path / name).is_file() for name in REQUIRED_FILES):
+        raise ConfigError(f"--model {path}: not a model folder (it needs config.json and tokenizer.json)")
+    try:
+        files = {name: (path / name).read_bytes() for name in FILES if (path / name).is_file()}
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror or error}") from None
+    if (size := sum(map(len, files.values()))) > MAX_CARD_BYTES:
+        raise ConfigError(f"--model {path}: {', '.join(files)} have {size} bytes, at most {MAX_CARD_BYTES} are taken")
+    return ModelCard(name=path.resolve().name, files=files, source=str(path))
+
+
+def pack_card(card: ModelCard) -> bytes:
+    """`card` as workers publish it; takes a second for the largest ones."""
+    return zlib.compress(msgspec.msgpack.encode(_Packed(card.name, dict(card.files))), _LEVEL)
+
+
+def unpack_card(card_id: str, data: bytes) -> ModelCard:
+    """The card `card_id`, packed in `data`. Raises `WireError` when it is not that."""
+    try:
+        inflater = zlib.decompressobj()
+        plain = inflater.decompress(data, MAX_CARD_BYTES + _FRAME_BYTES)
+        if not inflater.eof:
+            raise WireError(f"a model card is cut off, or larger than {MAX_CARD_BYTES} bytes")
+        packed = msgspec.msgpack.decode(plain, type=_Packed)
+    except (zlib.error, msgspec.MsgspecError) as error:
+        raise WireError(f"not a model card: {error}") from None
+    card = ModelCard(name=packed.name, files=packed.files, source=f"the card of {packed.name}")
+    if card.card_id != card_id or not packed.files.keys() >= set(REQUIRED_FILES):
+        raise WireError("a model card that is not what its name says")
+    return card
