@@ -53,6 +53,8 @@ def _check(config: WorkerConfig) -> None:
         raise ConfigError("--redis-url: name a Redis (only `quire serve` starts one by itself)")
     if not config.model.model:
         raise ConfigError("--model: name a model folder")
+    if config.engine.enable_lora:
+        raise ConfigError("--enable-lora: requests cannot name an adapter in this version; leave it out")
 
 
 async def _run(config: WorkerConfig) -> None:

@@ -110,6 +110,7 @@ def make_engine(
         host_memory=host_memory,
         preemption_mode=limits.preemption_mode,
         window=limits.kept_window(runner.window),
+        max_adapters=limits.max_loras if limits.enable_lora else 0,
     )
 
 

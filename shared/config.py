@@ -181,6 +181,12 @@ class EngineConfig:
                                       """'{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, """
                                       """"prompt_lookup_min": 2}'; none: one at a time""")  # fmt: skip
 
+    enable_lora: bool = setting(False, "serve LoRA adapters beside the model")
+    max_loras: int = setting(4, "most adapters in one step", minimum=1, maximum=256)
+    max_lora_rank: int = setting(64, "highest rank of an adapter", minimum=1, maximum=1024)
+    max_cpu_loras: int | None = setting(None, "adapters kept in each worker's host memory; default: 4 for each that "
+                                        "a step may have", minimum=1)  # fmt: skip
+
     def step_tokens(self, max_model_len: int) -> int:
         """Most tokens in one step: where prompts are not cut, the longest one beside all that decode."""
         whole = 0 if self.enable_chunked_prefill else max_model_len + self.max_num_seqs

@@ -7,6 +7,7 @@ reaches the end of the known tokens, the step draws one more.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -38,10 +39,13 @@ class Sequence:
             computed for certain; how many it found when it was admitted; how many tokens of its prompt those were at
             first, None before; whom it waits for, until that one has computed `num_awaited` tokens.
 
+        adapter: what it runs with, equal to another's if that is the same; None: the model as it is.
+
     The first `num_freed_blocks` of `block_ids` are its own no more (`kv_window.py`).
     """
 
     __slots__ = (
+        "adapter",
         "attempt",
         "block_ids",
         "cache_scope",
@@ -80,6 +84,7 @@ class Sequence:
         is_alone: bool = False,
         priority: int = 0,
         cache_scope: tuple[str, ...] = (),
+        adapter: Hashable | None = None,
     ) -> None:
         self.request_id = request_id
         self.attempt = attempt
@@ -97,6 +102,7 @@ class Sequence:
         self.sampling_row: int | None = None
         self.draft_state: DraftState | None = None
         self.cache_scope = cache_scope
+        self.adapter = adapter
         self.prefix_names: list[bytes] = []
         self.num_entered = 0
         self.num_settled = 0

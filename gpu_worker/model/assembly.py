@@ -10,6 +10,8 @@ import torch
 from gpu_worker.engine.chunks import BatchPlan, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.engine.swap import HostMemory
+from gpu_worker.lora.assembly import cpu_adapters, torch_adapters
+from gpu_worker.lora.loaded import LoadedAdapters
 from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.cpu_kernels import load_cpu_decoder, open_pool
 from gpu_worker.model.families import read_config
@@ -56,11 +58,16 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
     layout = _layout(checkpoint_config, engine, dtype)
     pool = open_pool(config, checkpoint_config, layout, dtype) if device.type == "cpu" else None
     model: Decoder
+    adapters: LoadedAdapters | None
     if pool is not None:
         layout = replace(layout, is_packed=True)
-        model = load_cpu_decoder(checkpoint_config, config, layout, pool, dtype=dtype, model_len=model_len)
+        cpu_slots, adapters = cpu_adapters(checkpoint_config, engine, dtype)
+        model = load_cpu_decoder(
+            checkpoint_config, config, layout, pool, dtype=dtype, model_len=model_len, adapters=cpu_slots
+        )
     else:
         model = _load_model(checkpoint_config, config, dtype=dtype, device=device, model_len=model_len)
+        adapters = torch_adapters(checkpoint_config, engine, model, dtype=dtype, device=device)
     window = shared_window(checkpoint_config) or 0
     size = _size_kv(_need(config, layout, window, model_len), config, model, device)
     arithmetic = _arithmetic(config, dtype_name, layout.dtype, pool) + _rope_choice(checkpoint_config, model_len)
@@ -88,6 +95,7 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
         card=card,
         graphs=_capture(model, cache, inputs, size, engine) if isinstance(model, Llama) else None,
         host_memory=_host_memory(layout, cache, engine.swap_bytes),
+        adapters=adapters,
     )
 
 
@@ -233,6 +241,7 @@ def _capacity(config: WorkerConfig, max_model_len: int) -> StepCapacity:
         max_wanted=min(engine.max_num_seqs * num_draws, max(engine.max_num_seqs, max_tokens)),
         max_blocks=-(-max_model_len // engine.block_size),
         block_size=engine.block_size,
+        max_loras=engine.max_loras if engine.enable_lora else 0,
     )
 
 

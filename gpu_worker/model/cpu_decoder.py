@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gpu_worker.lora.cpu_slots import CpuSlots
 from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.inputs import StepCapacity, StepInputs
 from gpu_worker.model.kv_layout import KvCache
@@ -30,6 +31,7 @@ from kernels.cpu.attention import (
 )
 from kernels.cpu.kv_cache import KvShape
 from kernels.cpu.linear import PackedWeight, add_linear
+from kernels.cpu.lora import add_gate, add_lora
 from kernels.cpu.ops import Epilogue, Step
 from kernels.cpu.program import Pool, Program, address, sum_profiles
 from kernels.cpu.rows import add_argmax, add_embed, add_gather, add_norm, add_quantize, quantized_bytes
@@ -41,10 +43,12 @@ _PAD_COLUMNS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What a linear reads: `values` [rows, width and padding]; int8 with `scales` [rows] for quantized weights."""
+    """What a linear reads: `values` [rows, width and padding]; int8 with `scales` [rows] for quantized weights. Where a
+    weight wants the numbers of a row in an order of its own, they are as floats in theirs `in_order`."""
 
     values: Tensor
     scales: Tensor | None = None
+    in_order: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,9 @@ class _Input:
 
     def rows(self, weight: PackedWeight) -> _Rows:
         """What `weight` reads."""
-        return _Rows(self.quantized, self.scales) if weight.is_quantized else _Rows(self.floats)
+        if not weight.is_quantized:
+            return _Rows(self.floats)
+        return _Rows(self.quantized, self.scales, None if weight.order is None else self.floats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,7 @@ class _Buffers:
         qkv: [rows, queries, keys and values] float32.
         addend: [rows, hidden] float32: what is normed before it is added to the residual.
         logits: [wanted, vocab] float32. best: [wanted] int64.
+        shrunk, sums: of adapters: A · x, and gate and up before the gate, float32; None: there are none.
     """
 
     all: _Flow
@@ -96,6 +103,12 @@ class _Buffers:
     addend: Tensor
     logits: Tensor
     best: Tensor
+    shrunk: Tensor | None
+    sums: Tensor | None
+
+
+_AddLora = Callable[[str, _Rows, Tensor], None]
+"""Appends a projection's adapters: its name, what it reads, and what it gives."""
 
 
 class CpuDecoder:
@@ -105,20 +118,21 @@ class CpuDecoder:
         cos_sin: of each of the model's ropes, [positions, head_size] float32, from `rotary_table`.
         kv: the cache's blocks.
         dtype: of what linears read: float32 or bfloat16.
+        adapters: the slots of those that rows may have; None: none.
     """
 
     def __init__(
         self, config: CheckpointConfig, weights: PackedModel, pool: Pool, *, cos_sin: Sequence[Tensor],
-        kv: KvShape,
-        dtype: torch.dtype,
+        kv: KvShape, dtype: torch.dtype, adapters: CpuSlots | None = None,
     ) -> None:  # fmt: skip
+        self._adapters = adapters
         self._config, self._weights, self._pool, self._dtype = config, weights, pool, dtype
         self._cos_sin = cos_sin
         self._shape = AttentionShape(heads=config.num_heads, kv=kv)
         self._shapes = {window: replace(self._shape, window=window) for window in dict.fromkeys(config.windows)}
         self._steps: dict[StepInputs, Step] = {}
-        self._logits_program: Program | None = None
-        self._best_programs: dict[int, Program] = {}
+        self._logits_programs: dict[bool, Program] = {}
+        self._best_programs: dict[tuple[int, bool], Program] = {}
 
     def start_logits(self, inputs: StepInputs, cache: KvCache) -> Callable[[], Tensor]:
         """Begin a step that writes its KV into `cache`. The result waits for it: raw logits [wanted rows, vocab]
@@ -135,11 +149,12 @@ class CpuDecoder:
     def start_best(self, inputs: StepInputs, cache: KvCache, vocab_size: int) -> Callable[[], list[int]]:
         """Begin a step that writes its KV into `cache`. The result waits for it: the likeliest of the first
         `vocab_size` ids for each wanted row, the lowest on a tie."""
-        if vocab_size not in self._best_programs:
+        key = vocab_size, inputs.num_groups > 0
+        if key not in self._best_programs:
             program = self._program(inputs, cache).copy()
             add_argmax(program, self._buffers.logits, vocab_size, self._buffers.best)
-            self._best_programs[vocab_size] = program
-        self._start(self._best_programs[vocab_size], inputs)
+            self._best_programs[key] = program
+        self._start(self._best_programs[key], inputs)
         count = len(inputs.wanted_rows)
 
         def wait() -> list[int]:
@@ -151,8 +166,8 @@ class CpuDecoder:
 
     def profile(self) -> dict[str, float]:
         """Seconds by kind of op, over all steps."""
-        programs = [self._logits_program, *self._best_programs.values()]
-        return sum_profiles(program.profile() for program in programs if program is not None)
+        programs = [*self._logits_programs.values(), *self._best_programs.values()]
+        return sum_profiles(program.profile() for program in programs)
 
     def _start(self, program: Program, inputs: StepInputs) -> None:
         if inputs not in self._steps:
@@ -161,17 +176,22 @@ class CpuDecoder:
         step.num_rows = len(inputs.token_ids)
         step.num_sequences = len(batch.context_lens)
         step.num_wanted = len(inputs.wanted_rows)
+        step.num_groups, step.num_wanted_groups = inputs.num_groups, inputs.num_wanted_groups
         self._pool.start(program, step)
 
     def _program(self, inputs: StepInputs, cache: KvCache) -> Program:
-        if self._logits_program is None:
+        """A step's ops up to its logits; those of adapters are there where some row has one."""
+        if not self._logits_programs:
             self._buffers = self._make_buffers(inputs)
-            self._logits_program = self._build(cache)
-        return self._logits_program
+        adapters = self._adapters if inputs.num_groups else None
+        if (adapters is not None) not in self._logits_programs:
+            self._logits_programs[adapters is not None] = self._build(cache, adapters)
+        return self._logits_programs[adapters is not None]
 
     def _make_buffers(self, inputs: StepInputs) -> _Buffers:
         config, capacity = self._config, inputs.capacity
         rows, wanted = capacity.max_tokens, capacity.max_wanted
+        adapters = self._adapters
         return _Buffers(
             all=self._make_flow(rows, capacity),
             wanted=self._make_flow(wanted, capacity),
@@ -182,6 +202,10 @@ class CpuDecoder:
             addend=make_buffer(rows if config.has_post_norms else 0, config.hidden_size, dtype=torch.float32),
             logits=make_buffer(wanted, config.vocab_size, dtype=torch.float32),
             best=torch.empty(wanted, dtype=torch.int64),
+            shrunk=None if adapters is None else make_buffer(rows, adapters.shrunk_width, dtype=torch.float32),
+            sums=None
+            if adapters is None
+            else make_buffer(rows, adapters.shapes[0, "gate_up"].out_features, dtype=torch.float32),
         )
 
     def _make_flow(self, num_rows: int, capacity: StepCapacity) -> _Flow:
@@ -199,27 +223,30 @@ class CpuDecoder:
             scales=torch.zeros(num_rows),
         )
 
-    def _build(self, cache: KvCache) -> Program:
+    def _build(self, cache: KvCache, adapters: CpuSlots | None) -> Program:
         program, buffers, weights = Program(), self._buffers, self._weights
         scale = torch.tensor(self._config.embedding_scale, dtype=self._dtype).item()
         add_embed(program, weights.embedding, buffers.all.hidden, scale=scale)
         self._add_plans(program, buffers.all)
         for index, layer in enumerate(weights.layers):
-            self._add_queries(program, layer, index, cache.blocks(index))
+            adapt = self._adapting(program, adapters, index)
+            self._add_queries(program, index, cache.blocks(index), adapt)
             rows = buffers.all
             if layer is weights.layers[-1]:
                 rows = self._add_gather(program)
-            self._add_attention(program, layer, index, cache.blocks(index), rows)
-            self._add_mlp(program, layer, rows.hidden)
+            self._add_attention(program, index, cache.blocks(index), rows, adapt)
+            self._add_mlp(program, layer, rows.hidden, adapt)
         normed = self._add_norm(program, weights.norm, buffers.wanted.hidden, weights.head)
         add_linear(program, normed.values, weights.head, buffers.logits, x_scales=normed.scales, label="head")
         return program
 
-    def _add_queries(self, program: Program, layer: PackedLayer, index: int, blocks: Tensor) -> None:
+    def _add_queries(self, program: Program, index: int, blocks: Tensor, adapt: _AddLora | None) -> None:
         """Queries of all rows, and their keys and values into the cache."""
-        buffers, shape = self._buffers, self._shape
+        buffers, shape, layer = self._buffers, self._shape, self._weights.layers[index]
         normed = self._add_norm(program, layer.input_norm, buffers.all.hidden, layer.qkv.weight)
         _add_projection(program, normed, layer.qkv, buffers.qkv, label="qkv")
+        if adapt is not None:
+            adapt("qkv", normed, buffers.qkv)
         head_norms = None
         if layer.query_norm is not None and layer.key_norm is not None:
             head_norms = HeadNorms(layer.query_norm, layer.key_norm, self._config.rms_norm_eps)
@@ -243,32 +270,53 @@ class CpuDecoder:
         for window, shape in self._shapes.items():
             add_attention_plan(program, shape, rows.attention[window])
 
-    def _add_attention(self, program: Program, layer: PackedLayer, index: int, blocks: Tensor, rows: _Flow) -> None:
-        buffers, window = self._buffers, self._config.windows[index]
+    def _add_attention(
+        self, program: Program, index: int, blocks: Tensor, rows: _Flow, adapt: _AddLora | None
+    ) -> None:  # fmt: skip
+        buffers, window, layer = self._buffers, self._config.windows[index], self._weights.layers[index]
         shape = self._shapes[window]
         width = shape.heads * shape.kv.head_size
         add_attention(program, shape, rows.attention[window], blocks, buffers.mixed.floats[:, :width])
         mixed, norm = _add_quantize(program, buffers.mixed, layer.output.weight), layer.post_attention_norm
-        self._add_to_residual(program, mixed, layer.output, rows.hidden, norm=norm, label="output")
+        self._add_to_residual(program, mixed, layer.output, rows.hidden, norm=norm, name="output", adapt=adapt)
 
-    def _add_mlp(self, program: Program, layer: PackedLayer, hidden: Tensor) -> None:
-        gated, gate = self._buffers.gated, _GATES[self._config.gate]
+    def _add_mlp(self, program: Program, layer: PackedLayer, hidden: Tensor, adapt: _AddLora | None) -> None:
+        """The feed-forward layer; with adapters the gate waits for them."""
+        gated, gate, sums = self._buffers.gated, _GATES[self._config.gate], self._buffers.sums
         normed = self._add_norm(program, layer.mlp_norm, hidden, layer.gate_up.weight)
-        _add_projection(program, normed, layer.gate_up, gated.floats, epilogue=gate, label="gate_up")
+        if adapt is None or sums is None:
+            _add_projection(program, normed, layer.gate_up, gated.floats, epilogue=gate, label="gate_up")
+        else:
+            _add_projection(program, normed, layer.gate_up, sums, label="gate_up")
+            adapt("gate_up", normed, sums)
+            add_gate(program, sums, gated.width, gated.floats, gate)
         rows = _add_quantize(program, gated, layer.down.weight)
-        self._add_to_residual(program, rows, layer.down, hidden, norm=layer.post_mlp_norm, label="down")
+        self._add_to_residual(program, rows, layer.down, hidden, norm=layer.post_mlp_norm, name="down", adapt=adapt)
+
+    def _adapting(self, program: Program, adapters: CpuSlots | None, layer: int) -> _AddLora | None:
+        """Lets the adapters of a projection of `layer`, which reads `x`, add to its `y`."""
+        shrunk = self._buffers.shrunk
+        if adapters is None or shrunk is None:
+            return None
+
+        def adapt(name: str, x: _Rows, y: Tensor) -> None:
+            shape, slots = adapters.shapes[layer, name], adapters.slots[layer, name]
+            values, scales = (x.values, x.scales) if x.in_order is None else (x.in_order, None)
+            add_lora(program, values, shape, slots, y, shrunk=shrunk, dtype=adapters.dtype, x_scales=scales)
+
+        return adapt
 
     def _add_to_residual(
         self, program: Program, x: _Rows, projection: PackedProjection, hidden: Tensor, *, norm: Tensor | None,
-        label: str,
+        name: str, adapt: _AddLora | None,
     ) -> None:  # fmt: skip
-        """Add to `hidden` what the projection gives, or the norm of that where the model has one."""
-        if norm is None:
-            _add_projection(program, x, projection, hidden, epilogue=Epilogue.ADD, label=label)
-            return
-        addend = self._buffers.addend
-        _add_projection(program, x, projection, addend, label=label)
-        add_norm(program, addend, norm, hidden, self._config.rms_norm_eps, is_added=True)
+        """Add to `hidden` what the projection and its adapters give, or the norm of that where the model has one."""
+        y, epilogue = (hidden, Epilogue.ADD) if norm is None else (self._buffers.addend, Epilogue.STORE)
+        _add_projection(program, x, projection, y, epilogue=epilogue, label=name)
+        if adapt is not None:
+            adapt(name, x, y)
+        if norm is not None:
+            add_norm(program, y, norm, hidden, self._config.rms_norm_eps, is_added=True)
 
     def _add_norm(self, program: Program, scale: Tensor, hidden: Tensor, weight: PackedWeight) -> _Rows:
         """The norm of `hidden` as `weight` reads it."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from gpu_worker.lora.cpu_slots import CpuSlots
 from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.cpu_decoder import CpuDecoder
 from gpu_worker.model.kv_layout import KvLayout
@@ -97,7 +98,7 @@ def num_threads(config: WorkerConfig) -> int:
 
 def load_cpu_decoder(
     checkpoint_config: CheckpointConfig, config: WorkerConfig, layout: KvLayout, pool: Pool, *, dtype: torch.dtype,
-    model_len: int,
+    model_len: int, adapters: CpuSlots | None = None,
 ) -> CpuDecoder:  # fmt: skip
     """The model of `dtype` on the CPU kernels, its weights from the cache folder if they were packed before.
 
@@ -110,7 +111,8 @@ def load_cpu_decoder(
             rotary_table(rope, checkpoint_config.head_size, model_len, torch.device("cpu"))
             for rope in checkpoint_config.distinct_ropes
         ]
-    return CpuDecoder(checkpoint_config, weights, pool, cos_sin=cos_sin, kv=layout.kv_shape, dtype=dtype)
+    return CpuDecoder(checkpoint_config, weights, pool, cos_sin=cos_sin, kv=layout.kv_shape, dtype=dtype,
+                      adapters=adapters)  # fmt: skip
 
 
 def _load_weights(checkpoint_config: CheckpointConfig, config: WorkerConfig, dtype: torch.dtype) -> PackedModel:

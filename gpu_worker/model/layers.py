@@ -14,6 +14,7 @@ from kernels.gelu_mul import gelu_mul
 from kernels.grouped_weight import GroupedWeight, Weight, dequantized_linear
 from kernels.kv_write import WriteSlots, kv_write
 from kernels.linear import LinearWeight, linear, pack_weight
+from kernels.lora_matmul import AdapterRows, LoraWeight, lora_matmul
 from kernels.paged_attention import PagedBatch, paged_attention
 from kernels.quantized_linear import QuantizedWeight, quantized_linear
 from kernels.rms_norm import add_rms_norm, rms_norm
@@ -36,6 +37,12 @@ class StepContext:
     cache: KvCache
 
 
+class ActiveRows:
+    """Which rows of the step that computes have an adapter, for all projections of a model. None: no row has one."""
+
+    rows: AdapterRows | None = None
+
+
 class Linear:
     """One projection. The one place where weights are stored, split over ranks and adapted.
 
@@ -51,9 +58,20 @@ class Linear:
             self._weight = weight
         else:
             self._weight = pack_weight(weight) if kind == "none" else quantize(weight, kind)
+        self._adapted: tuple[LoraWeight, ActiveRows] | None = None
+
+    def adapt(self, lora: LoraWeight, active: ActiveRows) -> None:
+        """From now on add what the adapters of the `active` rows give."""
+        self._adapted = lora, active
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] → [rows, out]."""
+        y = self._multiply(x)
+        if self._adapted is not None and self._adapted[1].rows is not None:
+            lora_matmul(y, x, self._adapted[0], self._adapted[1].rows)
+        return y
+
+    def _multiply(self, x: Tensor) -> Tensor:
         weight = self._weight
         if isinstance(weight, GroupedWeight) or (isinstance(weight, QuantizedWeight) and weight.is_fp8):
             return dequantized_linear(x, weight, self._bias).to(x.dtype)
@@ -107,6 +125,11 @@ class Attention:
         self._rope, self._scale, self._softcap = config.rope_ids[layer], config.query_scale, config.attention_softcap
         self._qkv, self._output, self._head_norms = qkv, output, head_norms
 
+    @property
+    def projections(self) -> dict[str, Linear]:
+        """By name."""
+        return {"qkv": self._qkv, "output": self._output}
+
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """[rows, hidden] → [rows, hidden]; writes this step's keys and values into the cache."""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
@@ -136,6 +159,11 @@ class GatedMlp:
 
     def __init__(self, gate_up: Linear, down: Linear, gate: str) -> None:
         self._gate_up, self._down, self._gate = gate_up, down, _GATES[gate]
+
+    @property
+    def projections(self) -> dict[str, Linear]:
+        """By name."""
+        return {"gate_up": self._gate_up, "down": self._down}
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, hidden] → [rows, hidden]."""

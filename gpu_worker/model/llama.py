@@ -3,7 +3,7 @@ another family has beside that is a switch of `CheckpointConfig`, which its own 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,13 +15,14 @@ from gpu_worker.model.config_reader import ConfigReader
 from gpu_worker.model.experts import ExpertMlp
 from gpu_worker.model.inputs import StepInputs
 from gpu_worker.model.kv_layout import KvCache
-from gpu_worker.model.layers import Attention, GatedMlp, HeadNorms, Linear, RmsNorm, StepContext
+from gpu_worker.model.layers import ActiveRows, Attention, GatedMlp, HeadNorms, Linear, RmsNorm, StepContext
 from gpu_worker.model.loader import Checkpoint
 from gpu_worker.model.quantization import QUANTIZATIONS, Quantization
 from gpu_worker.model.rope import rotary_table
 from gpu_worker.model.weights import LayerWeights, MlpWeights, read_layer, read_outer
 from gpu_worker.quant.rows import join
 from kernels.kv_write import WriteSlots
+from kernels.lora_matmul import LoraWeight
 from kernels.rotary import take_turns
 from kernels.softcap import softcap
 
@@ -60,6 +61,11 @@ class DecoderLayer:
         """Whether its feed-forward layer is one of experts."""
         return isinstance(self._mlp, ExpertMlp)
 
+    @property
+    def projections(self) -> dict[str, Linear]:
+        """Those that each row goes through, by name: not the experts'."""
+        return self._attention.projections | ({} if isinstance(self._mlp, ExpertMlp) else self._mlp.projections)
+
     def __call__(self, x: Tensor | None, residual: Tensor, step: StepContext) -> Tensor:
         """This block's last addend [rows, hidden]; `residual` takes in `x` (the block before's) and ours but that."""
         norms = self._norms
@@ -93,6 +99,12 @@ class Llama:
     ) -> None:  # fmt: skip
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
         self._scales, self._cos_sin = scales, cos_sin
+        self._active = ActiveRows()
+
+    def adapt(self, weights: Mapping[tuple[int, str], LoraWeight]) -> None:
+        """From now on let `weights`, by layer and projection, add what a step's adapters give."""
+        for (layer, name), weight in weights.items():
+            self._layers[layer].projections[name].adapt(weight, self._active)
 
     @property
     def has_fixed_shapes(self) -> bool:
@@ -101,6 +113,7 @@ class Llama:
 
     def forward(self, inputs: StepInputs, cache: KvCache) -> Tensor:
         """Normed hidden states [rows, hidden] of the step's tokens; writes their keys and values into `cache`."""
+        self._active.rows = inputs.adapters
         step = StepContext(
             turns=[take_turns(cos_sin, inputs.positions) for cos_sin in self._cos_sin],
             slots=WriteSlots(inputs.slots, inputs.batch.block_size),

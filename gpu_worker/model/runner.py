@@ -23,6 +23,7 @@ from gpu_worker.engine.batch_plan import DrawnToken
 from gpu_worker.engine.chunks import BatchPlan
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.engine.swap import HostMemory
+from gpu_worker.lora.loaded import LoadedAdapters
 from gpu_worker.model.graphs import DecodeGraphs
 from gpu_worker.model.inputs import Padding, StepInputs
 from gpu_worker.model.kv_layout import KvCache
@@ -83,11 +84,13 @@ class DecoderRunner:
     Args:
         inputs: one of the two sets; the other is made here.
         graphs: decode steps recorded for a GPU; None: none are.
+        adapters: what sequences may run with; None: the model alone.
         host_memory: for blocks of `cache`; the engine has them copied.
     """
 
     def __init__(self, model: Decoder, cache: KvCache, *, inputs: StepInputs, sampler: Sampler, card: ModelCard,
-                 graphs: DecodeGraphs | None = None, host_memory: HostMemory | None = None) -> None:  # fmt: skip
+                 graphs: DecodeGraphs | None = None, host_memory: HostMemory | None = None,
+                 adapters: LoadedAdapters | None = None) -> None:  # fmt: skip
         self._graphs = graphs
         self._model, self._cache, self._inputs, self._sampler = model, cache, inputs, sampler
         self._spare = inputs.twin()
@@ -95,6 +98,7 @@ class DecoderRunner:
         self._finish: Callable[[], list[DrawnToken]] | None = None
         self._times = PartTimes()
         self.card = card
+        self.adapters = adapters
         self.host_memory = host_memory
 
     @property
@@ -239,12 +243,14 @@ class DecoderRunner:
                 self._inputs.complete(plan)
             else:
                 filled = self._fill(self._inputs, plan)
+            if self.adapters is not None:
+                self.adapters.slots.place()
             self._inputs.send()
         return filled
 
     def _fill(self, inputs: StepInputs, plan: BatchPlan) -> _Filled:
         padding = None if self._graphs is None else self._graphs.padding_for(plan)
-        inputs.fill(plan, padding)
+        inputs.fill(plan, padding, None if self.adapters is None else self.adapters.slots_of(plan))
         is_greedy = all(is_plainly_greedy(chunk.sequence) for chunk in plan.chunks if chunk.is_sampling)
         return _Filled(plan, padding, is_greedy)
 

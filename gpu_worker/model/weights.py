@@ -185,21 +185,28 @@ def _split(projection: Projection) -> tuple[Projection, Projection]:
 
 
 def _pair_up(qkv: Projection, config: CheckpointConfig, num_turned: int) -> Projection:
-    """`qkv` with the numbers of each query and key head reordered where only the first `num_turned` of them are turned.
-
-    `kernels.rotary` turns number i of a head with number i + head_size / 2. So the turned halves come first in either
-    half of the head, and the others fill it up. Queries and keys change places alike, so their products stay the same.
-    """
+    """`qkv` with the numbers of each query and key head in their `head_order`."""
     size = config.head_size
-    if num_turned == size:
+    order = head_order(size, num_turned)
+    if order is None:
         return qkv
-    numbers = torch.arange(size)
-    turned, still = numbers[:num_turned].chunk(2), numbers[num_turned:].chunk(2)
-    order = torch.cat((turned[0], still[0], turned[1], still[1]))
     num_turned_rows = (config.num_heads + config.num_kv_heads) * size
     rows = (torch.arange(0, num_turned_rows, size)[:, None] + order).flatten()
     rows = torch.cat((rows, torch.arange(num_turned_rows, num_rows(qkv.weight))))
     return Projection(weight=take_rows(qkv.weight, rows), bias=None if qkv.bias is None else qkv.bias[rows])
+
+
+def head_order(size: int, num_turned: int) -> Tensor | None:
+    """The order of a query or key head's numbers where only the first `num_turned` of `size` are turned; None: theirs.
+
+    `kernels.rotary` turns number i of a head with number i + size / 2. So the turned halves come first in either half
+    of the head, and the others fill it up. Queries and keys change places alike, so their products stay the same.
+    """
+    if num_turned == size:
+        return None
+    numbers = torch.arange(size)
+    turned, still = numbers[:num_turned].chunk(2), numbers[num_turned:].chunk(2)
+    return torch.cat((turned[0], still[0], turned[1], still[1]))
 
 
 def ignored_weights(config: CheckpointConfig) -> tuple[str, ...]:

@@ -125,6 +125,39 @@ typedef struct quantize_args {
     int32_t per_row; /* rows of the buffers for each row of the step: 1, or a pair's */
 } quantize_args;
 
+/* One adapter's factors of a linear, in panels as F32 weights are, of F32 or BF16 (not in pairs):
+ * a [parts · rank / 16][in][16], b [out / 16][rank][16] with the adapter's scale in it. Ranks are padded with zeros. */
+typedef struct lora_weight {
+    const void *a, *b;
+    int64_t rank; /* of a part, a multiple of 16; 0: it leaves this linear alone */
+} lora_weight;
+
+/* y[row] += b · (a · x[row]) with the factors in the row's slot; rows of no adapter are left alone. A fused linear has
+ * parts, each with rows of `a` of its own: its outputs begin at panel 0, `second_part` and `third_part` (INT64_MAX:
+ * none), or they alternate panel by panel, as a gate's do. OP_LORA_SHRINK leaves a · x in `shrunk`, OP_LORA_EXPAND adds. */
+typedef struct lora_args {
+    const lora_weight *slots;
+    const void *x;         /* [rows, x_stride] of x_dtype: F32, BF16, or quantized rows (INT8) */
+    const float *x_scales; /* [rows]; INT8 only */
+    float *shrunk;         /* [rows, shrunk_stride], room for all parts at the highest rank */
+    float *y;              /* [rows, y_stride] */
+    int64_t in, out, x_stride, y_stride, shrunk_stride; /* elements */
+    int64_t num_parts, second_part, third_part;
+    int32_t is_interleaved;
+    int32_t dtype; /* of a and b */
+    int32_t x_dtype;
+    int32_t reserved;
+} lora_args;
+
+/* out[row] = activation(gate) · up, by the epilogue, of `in` [rows, in_stride] whose panels of gate and up alternate. */
+typedef struct gate_args {
+    const float *in;
+    void *out; /* [rows, out_stride] of out_dtype: F32 or BF16 */
+    int64_t width, in_stride, out_stride; /* elements; width: of out */
+    int32_t out_dtype;
+    int32_t epilogue;
+} gate_args;
+
 /* out[i] = in[wanted_rows[i]]; rows are dense. */
 typedef struct gather_args {
     const void *in;

@@ -42,6 +42,9 @@ class OpKind(IntEnum):
     ARGMAX_MERGE = 9
     CHOOSE = 10
     GATHER = 11
+    LORA_SHRINK = 12
+    LORA_EXPAND = 13
+    GATE = 14
     ROUTE = 15
     GROUP = 16
     GATHER_PAIRS = 17
@@ -65,6 +68,14 @@ class Step(ctypes.Structure):
         ("context_lens", c_void_p),
         ("block_tables", c_void_p),
         ("table_stride", c_int64),
+        ("num_groups", c_int64),
+        ("num_wanted_groups", c_int64),
+        ("group_rows", c_void_p),
+        ("wanted_group_rows", c_void_p),
+        ("group_starts", c_void_p),
+        ("wanted_group_starts", c_void_p),
+        ("group_slots", c_void_p),
+        ("wanted_group_slots", c_void_p),
     )
 
 
@@ -199,6 +210,50 @@ class GatherArgs(ctypes.Structure):
     _fields_ = (("in_", c_void_p), ("out", c_void_p), ("row_bytes", c_int64))
 
 
+class LoraFactors(ctypes.Structure):
+    """struct lora_weight."""
+
+    _fields_ = (("a", c_void_p), ("b", c_void_p), ("rank", c_int64))
+
+
+class LoraArgs(ctypes.Structure):
+    """struct lora_args."""
+
+    _fields_ = (
+        ("slots", c_void_p),
+        ("x", c_void_p),
+        ("x_scales", c_void_p),
+        ("shrunk", c_void_p),
+        ("y", c_void_p),
+        ("in_features", c_int64),
+        ("out_features", c_int64),
+        ("x_stride", c_int64),
+        ("y_stride", c_int64),
+        ("shrunk_stride", c_int64),
+        ("num_parts", c_int64),
+        ("second_part", c_int64),
+        ("third_part", c_int64),
+        ("is_interleaved", c_int32),
+        ("dtype", c_int32),
+        ("x_dtype", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class GateArgs(ctypes.Structure):
+    """struct gate_args."""
+
+    _fields_ = (
+        ("in_", c_void_p),
+        ("out", c_void_p),
+        ("width", c_int64),
+        ("in_stride", c_int64),
+        ("out_stride", c_int64),
+        ("out_dtype", c_int32),
+        ("epilogue", c_int32),
+    )
+
+
 class ArgmaxArgs(ctypes.Structure):
     """struct argmax_args."""
 
@@ -295,6 +350,9 @@ ARGUMENTS: dict[OpKind, type[ctypes.Structure]] = {
     OpKind.ARGMAX_MERGE: ArgmaxArgs,
     OpKind.CHOOSE: ChooseArgs,
     OpKind.GATHER: GatherArgs,
+    OpKind.LORA_SHRINK: LoraArgs,
+    OpKind.LORA_EXPAND: LoraArgs,
+    OpKind.GATE: GateArgs,
     OpKind.ROUTE: RouteArgs,
     OpKind.GROUP: RouteArgs,
     OpKind.GATHER_PAIRS: GatherPairsArgs,

@@ -30,7 +30,15 @@ typedef struct step {
     const int32_t *context_lens; /* [sequences] keys of each sequence, its chunk's included */
     const int32_t *block_tables; /* [sequences, table_stride] */
     int64_t table_stride;
+    /* Rows that have an adapter, at most LORA_GROUP_ROWS of one slot a group; and the same of the wanted rows, numbered
+     * as these. */
+    int64_t num_groups, num_wanted_groups;
+    const int32_t *group_rows, *wanted_group_rows;     /* row numbers, group after group */
+    const int32_t *group_starts, *wanted_group_starts; /* [groups + 1] */
+    const int32_t *group_slots, *wanted_group_slots;   /* [groups] */
 } step;
+
+#define LORA_GROUP_ROWS 16
 
 typedef struct op {
     int32_t kind; /* enum op_kind */
@@ -53,6 +61,9 @@ enum op_kind {
     OP_ARGMAX_MERGE = 9,
     OP_CHOOSE = 10,
     OP_GATHER = 11,
+    OP_LORA_SHRINK = 12,
+    OP_LORA_EXPAND = 13,
+    OP_GATE = 14,
     OP_ROUTE = 15,
     OP_GROUP = 16,
     OP_GATHER_PAIRS = 17,
@@ -72,7 +83,8 @@ typedef struct op_class {
 
 extern const op_class embed_class, norm_class, linear_class, rotary_kv_class, attention_plan_class, attention_class,
     attention_merge_class, quantize_class, argmax_class, argmax_merge_class, choose_class, gather_class,
-    route_class, group_class, gather_pairs_class, experts_class, combine_class;
+    lora_shrink_class, lora_expand_class, gate_class, route_class, group_class, gather_pairs_class, experts_class,
+    combine_class;
 
 /* At least `bytes` of memory that belongs to the calling thread: 64-byte aligned, contents kept until it grows; no two users at a time. */
 void *scratch(int64_t bytes);

@@ -28,9 +28,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels import autotune
-from kernels.gpu import kv_copy, kv_write, paged_attention, rms_norm, rotary, sampling, silu_mul
+from kernels.gpu import kv_copy, kv_write, lora_matmul, paged_attention, rms_norm, rotary, sampling, silu_mul
 from kernels.gpu.kv_quantize import FP8, INT8, PLAIN
 from kernels.launch import MIN_DOT, power_of_2
+from kernels.lora_matmul import GROUP_ROWS
 
 CACHES = {PLAIN: "", INT8: " int8", FP8: " fp8"}
 """As names have them, by kind."""
@@ -192,6 +193,22 @@ def rows(dtype: str, hidden: int, head_size: int) -> Iterator[Variant]:
                   constants={"SIZE": 2 * 16 * 8 * head_size, "BLOCK": kv_copy.BLOCK})  # fmt: skip
 
 
+def adapters(dtype: str, hidden: int, rank: int) -> Iterator[Variant]:
+    """Both kernels, for a projection of three parts."""
+    types = {f"{name}_ptr": f"*{dtype}" for name in ("x", "y", "a", "b")} | {"partial_ptr": "*fp32"}
+    types |= {f"{name}_ptr": "*i32" for name in ("rows", "starts", "slots")}
+    sizes = {"RANK": rank, "WIDTH": 3 * rank, "BLOCK_M": GROUP_ROWS, "BLOCK_R": power_of_2(rank, MIN_DOT)}
+    yield Variant(
+        name=f"adapter shrink {dtype} rank {rank}", kernel=lora_matmul._shrink_kernel, types=types,
+        constants=sizes | {"IN": hidden, "SPLIT": lora_matmul.SPLIT, "BLOCK_K": lora_matmul.BLOCK_K},
+    )  # fmt: skip
+    yield Variant(
+        name=f"adapter expand {dtype} rank {rank}", kernel=lora_matmul._expand_kernel, types=types,
+        constants=sizes | {"END_0": hidden, "END_1": hidden * 5 // 4, "END_2": hidden * 3 // 2,
+                           "SPLITS": -(-hidden // lora_matmul.SPLIT), "BLOCK_N": lora_matmul.BLOCK_N},
+    )  # fmt: skip
+
+
 def draws(vocab: int) -> Iterator[Variant]:
     """The sampling kernels."""
     types = {"best_ptr": "*fp32", "best_id_ptr": "*i32", "logits_ptr": "*fp32", "sum_ptr": "*fp64", "out_ptr": "*i64",
@@ -224,6 +241,9 @@ def variants(capability: int, *, is_complete: bool) -> Iterator[Variant]:
         yield combination(dtype, head_size, 8)
         yield combination(dtype, head_size, 8, WINDOW)
         yield from rows(dtype, hidden, head_size)
+        for rank in (16, 64):
+            yield from adapters(dtype, hidden, rank)
+    yield from adapters("fp32", 4096, 64)
     yield from draws(151_936)
 
 

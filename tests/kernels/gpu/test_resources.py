@@ -34,7 +34,18 @@ def test_no_kernel_spills(tmp_path: Path) -> None:
             assert report["buffers"] >= 2, report
     for capability in SHARED_LIMIT:
         names = {report["name"].split()[0] for report in reports if report["sm"] == capability}
-        assert {"attention", "combination", "norm", "add", "silu·mul", "rotary", "kv", "block", "draw"} <= names
+        assert {
+            "attention",
+            "combination",
+            "norm",
+            "add",
+            "silu·mul",
+            "rotary",
+            "kv",
+            "block",
+            "draw",
+            "adapter",
+        } <= names
 
 
 def test_ops_need_no_triton() -> None:
