@@ -67,6 +67,9 @@ class ModelConfig:
         "auto", "float32", "bfloat16", "float16"))  # fmt: skip
     quantization: str = setting("none", "quantize a float checkpoint at load, activations to int8 (CPU only); "
                                 "int4 keeps an int8 output projection", choices=("none", "int8", "int4"))  # fmt: skip
+    model_impl: str = setting("auto", "whose code computes the model: quire's own, that of transformers over the same "
+                              "KV cache, or auto: its own where there is one", choices=(
+        "auto", "quire", "transformers"))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

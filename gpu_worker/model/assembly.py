@@ -22,6 +22,8 @@ from gpu_worker.model.llama import Llama, load_llama
 from gpu_worker.model.loader import Checkpoint, fingerprint
 from gpu_worker.model.quantization import QUANTIZATIONS
 from gpu_worker.model.runner import Decoder, DecoderRunner, ModelCard
+from gpu_worker.model.transformers_config import foreign_version
+from gpu_worker.model.transformers_decoder import TransformersDecoder, load_transformers
 from gpu_worker.model.vocabulary import tokenizer_size
 from gpu_worker.model.weights import ignored_weights
 from gpu_worker.model.windows import shared_window, without_idle_windows
@@ -48,7 +50,7 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
     if engine.num_threads is not None:
         torch.set_num_threads(engine.num_threads)
     folder, device = Path(config.model.model), _device(engine.device)
-    checkpoint_config, model_len = _read_config(folder, config.model.max_model_len)
+    checkpoint_config, model_len = _read_config(folder, config)
     dtype_name = _dtype_name(config.model.dtype, checkpoint_config)
     dtype: torch.dtype = getattr(torch, dtype_name)
     layout = _layout(checkpoint_config, engine, dtype)
@@ -58,10 +60,11 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
         layout = replace(layout, is_packed=True)
         model = load_cpu_decoder(checkpoint_config, config, layout, pool, dtype=dtype, model_len=model_len)
     else:
-        model = _load_model(checkpoint_config, config, dtype=dtype, device=device, model_len=model_len)
+        model = _load_model(checkpoint_config, config, dtype=dtype, device=device, layout=layout, model_len=model_len)
     window = shared_window(checkpoint_config) or 0
     size = _size_kv(_need(config, layout, window, model_len), config, model, device)
-    arithmetic = _arithmetic(config, dtype_name, layout.dtype, pool) + _rope_choice(checkpoint_config, model_len)
+    way = _way(checkpoint_config, pool)
+    arithmetic = _arithmetic(config, dtype_name, layout.dtype, way) + _rope_choice(checkpoint_config, model_len)
     card = ModelCard(
         fingerprint=fingerprint(folder, arithmetic),
         vocab_size=min(checkpoint_config.vocab_size, tokenizer_size(folder) or checkpoint_config.vocab_size),
@@ -89,11 +92,11 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
     )
 
 
-def _read_config(folder: Path, wanted_len: int | None) -> tuple[CheckpointConfig, int]:
+def _read_config(folder: Path, config: WorkerConfig) -> tuple[CheckpointConfig, int]:
     """The checkpoint's config, with the windows that count for texts of the second, the longest one in tokens."""
-    config = read_config(folder)
-    model_len = _model_len(wanted_len, config)
-    return without_idle_windows(config, model_len), model_len
+    found = read_config(folder, config.model.model_impl)
+    model_len = _model_len(config.model.max_model_len, found)
+    return without_idle_windows(found, model_len), model_len
 
 
 def _need(config: WorkerConfig, layout: KvLayout, window: int, model_len: int) -> KvNeed:
@@ -186,24 +189,34 @@ def _rope_choice(config: CheckpointConfig, model_len: int) -> str:
 
 def _load_model(
     checkpoint_config: CheckpointConfig, config: WorkerConfig, *, dtype: torch.dtype, device: torch.device,
-    model_len: int,
-) -> Llama:  # fmt: skip
+    layout: KvLayout, model_len: int,
+) -> Llama | TransformersDecoder:  # fmt: skip
     if checkpoint_config.attention_softcap is not None and device.type != "cpu":
         family = checkpoint_config.architecture
         raise ConfigError(f"--device=cuda: {family} softcaps attention's scores, which is built for --device=cpu only")
     if config.model.quantization != "none" and device.type != "cpu":
         raise ConfigError(f"--quantization={config.model.quantization} is for --device=cpu in this version")
-    checkpoint = Checkpoint(Path(config.model.model), dtype=dtype, device=device)
-    quantization = QUANTIZATIONS[config.model.quantization]
+    folder, quantization = Path(config.model.model), QUANTIZATIONS[config.model.quantization]
+    if checkpoint_config.is_foreign:
+        return load_transformers(
+            checkpoint_config, folder, dtype=dtype, device=device, quantization=quantization, layout=layout
+        )
+    checkpoint = Checkpoint(folder, dtype=dtype, device=device)
     with torch.inference_mode():
         model = load_llama(checkpoint_config, checkpoint, model_len, device, quantization)
     checkpoint.close(ignored=ignored_weights(checkpoint_config))
     return model
 
 
-def _arithmetic(config: WorkerConfig, dtype: str, kv_dtype: torch.dtype, pool: Pool | None) -> str:
+def _way(config: CheckpointConfig, pool: Pool | None) -> str:
+    """Who computes."""
+    if pool is not None:
+        return f"cpu kernels {pool.isa.value}"
+    return f"transformers {foreign_version()}" if config.is_foreign else "torch"
+
+
+def _arithmetic(config: WorkerConfig, dtype: str, kv_dtype: torch.dtype, way: str) -> str:
     """A name that is the same where results are."""
-    way = "torch" if pool is None else f"cpu kernels {pool.isa.value}"
     return f"{dtype} {config.model.quantization} {way} kv {str(kv_dtype).removeprefix('torch.')}"
 
 
@@ -236,7 +249,6 @@ def _size_kv(need: KvNeed, config: WorkerConfig, model: Decoder, device: torch.d
     if explicit is not None:
         available = explicit
     elif device.type == "cuda":
-        assert isinstance(model, Llama)
         available = cuda_bytes(config.engine.gpu_memory_utilization, _profile(need, config, model, device), device)
         available -= 2 * NUM_STAGED * need.layout.block_bytes if config.engine.swap_bytes else 0
     else:
@@ -251,7 +263,7 @@ def _size_kv(need: KvNeed, config: WorkerConfig, model: Decoder, device: torch.d
     return size
 
 
-def _profile(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.device) -> int:
+def _profile(need: KvNeed, config: WorkerConfig, model: Decoder, device: torch.device) -> int:
     """The most CUDA memory that a step of full size takes beside the KV cache, weights included; bytes."""
     tokens, block_size = min(config.engine.step_tokens(need.model_len), need.model_len), config.engine.block_size
     num_blocks = -(-tokens // block_size)
@@ -269,11 +281,11 @@ def _profile(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.dev
     inputs = StepInputs(capacity, device)
     inputs.fill(BatchPlan((PlannedChunk(sequence, 0, tokens, is_sampling=True),)))
     inputs.send()
+    inputs.wanted_rows = torch.arange(tokens, device=device)[-capacity.max_wanted :]
     cache = need.layout.allocate(num_blocks, device)
     torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():
-        hidden = model.forward(inputs, cache)
-        model.logits(hidden[-capacity.max_wanted :])
+        model.start_logits(inputs, cache)()
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
     return peak - num_blocks * need.layout.block_bytes

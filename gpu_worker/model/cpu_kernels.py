@@ -45,7 +45,7 @@ def open_pool(
         ConfigError: `--cpu-kernels=on` or a `--cpu-isa`, and this machine or model does not allow them.
     """
     wanted, isa = config.engine.cpu_kernels, config.engine.cpu_isa
-    if wanted == "off":
+    if wanted == "off" or (checkpoint_config.is_foreign and (wanted, isa) == ("auto", "auto")):
         return None
     try:
         if dtype not in (torch.float32, torch.bfloat16):
@@ -66,6 +66,7 @@ def open_pool(
 def _refuse_what_torch_must(config: CheckpointConfig) -> None:
     """Raise `CpuKernelsUnavailable` for a model that the CPU kernels do not compute."""
     lacks = {
+        "the code of transformers": config.is_foreign,
         "experts": any(config.experts),
         f"gates of {config.gate}": config.gate != "silu",
         "norms behind attention": config.has_post_norms,
