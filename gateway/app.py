@@ -101,6 +101,7 @@ class GatewayApp:
         except (BusError, TimeoutError) as error:
             _log.warning("bye.failed", error=error)
         self._pool.close()
+        self.gateway.desk.encoder.close()
 
     async def _beat(self) -> None:
         await self._bus.gateway_beat(self.gateway.gateway_id)
