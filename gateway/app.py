@@ -109,6 +109,7 @@ class GatewayApp:
         except (BusError, TimeoutError) as error:
             _log.warning("bye.failed", error=error)
         self._pool.close()
+        self.gateway.directory.close()
 
     async def _look(self) -> None:
         """Which workers live now, and what they serve."""

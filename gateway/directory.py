@@ -126,6 +126,10 @@ class ModelDirectory:
         worker, own = self.find_worker(served), served.text.max_model_len
         return own if worker is None else min(own, worker.max_model_len)
 
+    def close(self) -> None:
+        """End what runs beside this process for its models."""
+        self._library.close()
+
     def why_not_ready(self) -> list[str]:
         """Reasons why no tokens can be produced; empty: ready. The gateway's own model must be served if it has one,
         else any."""

@@ -75,6 +75,11 @@ class ModelLibrary:
                 if self._own is None or card_id != self._own.card_id:
                     del self._texts[card_id]
 
+    def close(self) -> None:
+        """End what runs beside this process for the texts."""
+        for text in self._texts.values():
+            text.encoder.close()
+
     def _make(self, card_id: str, data: bytes) -> ModelText:
         folder = read_model(unpack_card(card_id, data))
         limits = (folder.longest_text, self._max_model_len or folder.longest_text)

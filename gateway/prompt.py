@@ -126,6 +126,11 @@ class PromptEncoder:
             raise InvalidRequest("messages: the prompt is empty", param="messages")
         return ids
 
+    def close(self) -> None:
+        """End what runs beside this process."""
+        if self._template is not None:
+            self._template.close()
+
     def _encode_rendered(self, rendered: RenderedChat) -> tuple[int, ...]:
         """Control tokens of the template are ids; between them, text whose control spellings are inert."""
         tokenizer = self._folder.tokenizer

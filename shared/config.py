@@ -70,6 +70,9 @@ class ModelConfig:
                                 "int4 keeps an int8 output projection. How a quantized checkpoint is stored its own "
                                 "config.json says; its method may be named here and must be that one", choices=(
         "none", "int8", "int4", "awq", "gptq", "fp8", "compressed-tensors"))  # fmt: skip
+    model_impl: str = setting("auto", "whose code computes the model: quire's own, that of transformers over the same "
+                              "KV cache, or auto: its own where there is one", choices=(
+        "auto", "quire", "transformers"))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

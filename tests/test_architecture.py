@@ -27,7 +27,7 @@ ONLY_IN = {
     "torch": ("gpu_worker/", "kernels/", "quire/bench/random_model.py", "quire/bench/gpu", "quire/smollm2.py"),
     "docker": ("autoscaler/docker_containers.py",),
     "pickle": (),
-    "transformers": (),
+    "transformers": ("gpu_worker/model/transformers_",),
 }
 PURE = ("scheduler_svc/policy/", "gpu_worker/engine/")
 NOT_IN_PURE = {"asyncio", "time", "random", "redis", "hiredis", "secrets", "threading"}

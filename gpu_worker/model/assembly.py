@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,27 +9,22 @@ import torch
 from gpu_worker.engine.chunks import BatchPlan, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.engine.swap import HostMemory
-from gpu_worker.lora.assembly import cpu_adapters, torch_adapters
-from gpu_worker.lora.loaded import LoadedAdapters
 from gpu_worker.model.config import CheckpointConfig
-from gpu_worker.model.cpu_kernels import load_cpu_decoder, open_pool
+from gpu_worker.model.decoders import load_decoder
 from gpu_worker.model.families import read_config
 from gpu_worker.model.graphs import CardCapture, DecodeGraphs, graph_sizes
 from gpu_worker.model.host_memory import NUM_STAGED, CardHostMemory, CpuHostMemory, CudaStreams
 from gpu_worker.model.inputs import StepCapacity, StepInputs
 from gpu_worker.model.kv_layout import KV_DTYPES, KvCache, KvGroup, KvLayout
 from gpu_worker.model.kv_memory import KvNeed, KvSize, cpu_default_bytes, cuda_bytes, size_host, size_kv
-from gpu_worker.model.llama import Llama, load_llama
-from gpu_worker.model.loader import Checkpoint, fingerprint
-from gpu_worker.model.quantization import QUANTIZATIONS
+from gpu_worker.model.llama import Llama
+from gpu_worker.model.loader import fingerprint
 from gpu_worker.model.runner import Decoder, DecoderRunner, ModelCard
 from gpu_worker.model.vocabulary import tokenizer_size
-from gpu_worker.model.weights import ignored_weights
 from gpu_worker.model.windows import shared_window, without_idle_windows
 from gpu_worker.quant.scheme import refuse_other_quantization
 from gpu_worker.sampling.sampler import Sampler
 from kernels.cpu.choose import Chooser
-from kernels.cpu.program import Pool
 from shared.capacity import resident_tokens
 from shared.config import EngineConfig, WorkerConfig
 from shared.errors import ConfigError, shorten
@@ -51,26 +45,16 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
     if engine.num_threads is not None:
         torch.set_num_threads(engine.num_threads)
     folder, device = Path(config.model.model), _device(engine.device)
-    checkpoint_config, model_len = _read_config(folder, config.model.max_model_len)
+    checkpoint_config, model_len = _read_config(folder, config)
     refuse_other_quantization(config.model.quantization, checkpoint_config.scheme, device.type)
     dtype_name = _dtype_name(config.model.dtype, checkpoint_config)
     dtype: torch.dtype = getattr(torch, dtype_name)
     layout = _layout(checkpoint_config, engine, dtype)
-    pool = open_pool(config, checkpoint_config, layout, dtype) if device.type == "cpu" else None
-    model: Decoder
-    adapters: LoadedAdapters | None
-    if pool is not None:
-        layout = replace(layout, is_packed=True)
-        cpu_slots, adapters = cpu_adapters(checkpoint_config, engine, dtype)
-        model = load_cpu_decoder(
-            checkpoint_config, config, layout, pool, dtype=dtype, model_len=model_len, adapters=cpu_slots
-        )
-    else:
-        model = _load_model(checkpoint_config, config, dtype=dtype, device=device, model_len=model_len)
-        adapters = torch_adapters(checkpoint_config, engine, model, dtype=dtype, device=device)
+    decoder = load_decoder(checkpoint_config, config, layout, dtype=dtype, device=device, model_len=model_len)
+    layout = decoder.layout
     window = shared_window(checkpoint_config) or 0
-    size = _size_kv(_need(config, layout, window, model_len), config, model, device)
-    arithmetic = _arithmetic(config, dtype_name, layout.dtype, pool) + _rope_choice(checkpoint_config, model_len)
+    size = _size_kv(_need(config, layout, window, model_len), config, decoder.model, device)
+    arithmetic = _arithmetic(config, dtype_name, layout.dtype, decoder.way) + _rope_choice(checkpoint_config, model_len)
     card = ModelCard(
         fingerprint=fingerprint(folder, arithmetic),
         vocab_size=min(checkpoint_config.vocab_size, tokenizer_size(folder) or checkpoint_config.vocab_size),
@@ -82,6 +66,7 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
     )
     capacity = _capacity(config, size.max_model_len)
     cache, inputs = layout.allocate(size.num_blocks, device), StepInputs(capacity, device)
+    pool, model = decoder.pool, decoder.model
     return DecoderRunner(
         model,
         cache,
@@ -95,15 +80,15 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
         card=card,
         graphs=_capture(model, cache, inputs, size, engine) if isinstance(model, Llama) else None,
         host_memory=_host_memory(layout, cache, engine.swap_bytes),
-        adapters=adapters,
+        adapters=decoder.adapters,
     )
 
 
-def _read_config(folder: Path, wanted_len: int | None) -> tuple[CheckpointConfig, int]:
+def _read_config(folder: Path, config: WorkerConfig) -> tuple[CheckpointConfig, int]:
     """The checkpoint's config, with the windows that count for texts of the second, the longest one in tokens."""
-    config = read_config(folder)
-    model_len = _model_len(wanted_len, config)
-    return without_idle_windows(config, model_len), model_len
+    found = read_config(folder, config.model.model_impl)
+    model_len = _model_len(config.model.max_model_len, found)
+    return without_idle_windows(found, model_len), model_len
 
 
 def _need(config: WorkerConfig, layout: KvLayout, window: int, model_len: int) -> KvNeed:
@@ -197,26 +182,8 @@ def _rope_choice(config: CheckpointConfig, model_len: int) -> str:
     return "".join(f" rope {choice}" for choice in choices)
 
 
-def _load_model(
-    checkpoint_config: CheckpointConfig, config: WorkerConfig, *, dtype: torch.dtype, device: torch.device,
-    model_len: int,
-) -> Llama:  # fmt: skip
-    if checkpoint_config.attention_softcap is not None and device.type != "cpu":
-        family = checkpoint_config.architecture
-        raise ConfigError(f"--device=cuda: {family} softcaps attention's scores, which is built for --device=cpu only")
-    if config.model.quantization != "none" and device.type != "cpu":
-        raise ConfigError(f"--quantization={config.model.quantization} is for --device=cpu in this version")
-    checkpoint = Checkpoint(Path(config.model.model), dtype=dtype, device=device)
-    quantization = QUANTIZATIONS[config.model.quantization]
-    with torch.inference_mode():
-        model = load_llama(checkpoint_config, checkpoint, model_len, device, quantization)
-    checkpoint.close(ignored=ignored_weights(checkpoint_config))
-    return model
-
-
-def _arithmetic(config: WorkerConfig, dtype: str, kv_dtype: torch.dtype, pool: Pool | None) -> str:
+def _arithmetic(config: WorkerConfig, dtype: str, kv_dtype: torch.dtype, way: str) -> str:
     """A name that is the same where results are."""
-    way = "torch" if pool is None else f"cpu kernels {pool.isa.value}"
     return f"{dtype} {config.model.quantization} {way} kv {str(kv_dtype).removeprefix('torch.')}"
 
 
@@ -250,7 +217,6 @@ def _size_kv(need: KvNeed, config: WorkerConfig, model: Decoder, device: torch.d
     if explicit is not None:
         available = explicit
     elif device.type == "cuda":
-        assert isinstance(model, Llama)
         available = cuda_bytes(config.engine.gpu_memory_utilization, _profile(need, config, model, device), device)
         available -= 2 * NUM_STAGED * need.layout.block_bytes if config.engine.swap_bytes else 0
     else:
@@ -265,7 +231,7 @@ def _size_kv(need: KvNeed, config: WorkerConfig, model: Decoder, device: torch.d
     return size
 
 
-def _profile(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.device) -> int:
+def _profile(need: KvNeed, config: WorkerConfig, model: Decoder, device: torch.device) -> int:
     """The most CUDA memory that a step of full size takes beside the KV cache, weights included; bytes."""
     tokens, block_size = min(config.engine.step_tokens(need.model_len), need.model_len), config.engine.block_size
     num_blocks = -(-tokens // block_size)
@@ -283,11 +249,11 @@ def _profile(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.dev
     inputs = StepInputs(capacity, device)
     inputs.fill(BatchPlan((PlannedChunk(sequence, 0, tokens, is_sampling=True),)))
     inputs.send()
+    inputs.wanted_rows = torch.arange(tokens, device=device)[-capacity.max_wanted :]
     cache = need.layout.allocate(num_blocks, device)
     torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():
-        hidden = model.forward(inputs, cache)
-        model.logits(hidden[-capacity.max_wanted :])
+        model.start_logits(inputs, cache)()
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
     return peak - num_blocks * need.layout.block_bytes

@@ -58,6 +58,7 @@ class CheckpointConfig:
         has_qk_norm: each head of queries and of keys is normed before it is turned.
         is_fused: queries, keys and values are one tensor of the checkpoint, gate and up another.
         scheme: how linears are quantized; None: they are floats.
+        is_foreign: the code of `transformers` computes it, which knows what is not said here.
     """
 
     architecture: str
@@ -88,6 +89,7 @@ class CheckpointConfig:
     experts: tuple[Experts | None, ...] = ()
     is_fused: bool = False
     scheme: Scheme | None = None
+    is_foreign: bool = False
 
     @property
     def distinct_ropes(self) -> tuple[Rope, ...]:
@@ -102,7 +104,7 @@ class CheckpointConfig:
     @property
     def longest_len(self) -> int:
         """Tokens that `--max-model-len` may ask for: stretched ropes reach further than `max_position`."""
-        return max(self.max_position, *(rope.longest_len for rope in self.ropes))
+        return max([self.max_position, *(rope.longest_len for rope in self.ropes)])
 
 
 def read_decoder(

@@ -107,6 +107,15 @@ class _Buffers:
     sums: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Addend:
+    """A projection whose results are added to the residual, through a norm if the model has one there."""
+
+    name: str
+    projection: PackedProjection
+    norm: Tensor | None
+
+
 _AddLora = Callable[[str, _Rows, Tensor], None]
 """Appends a projection's adapters: its name, what it reads, and what it gives."""
 
@@ -277,8 +286,9 @@ class CpuDecoder:
         shape = self._shapes[window]
         width = shape.heads * shape.kv.head_size
         add_attention(program, shape, rows.attention[window], blocks, buffers.mixed.floats[:, :width])
-        mixed, norm = _add_quantize(program, buffers.mixed, layer.output.weight), layer.post_attention_norm
-        self._add_to_residual(program, mixed, layer.output, rows.hidden, norm=norm, name="output", adapt=adapt)
+        mixed = _add_quantize(program, buffers.mixed, layer.output.weight)
+        output = _Addend("output", layer.output, layer.post_attention_norm)
+        self._add_to_residual(program, output, mixed, rows.hidden, adapt)
 
     def _add_mlp(self, program: Program, layer: PackedLayer, hidden: Tensor, adapt: _AddLora | None) -> None:
         """The feed-forward layer; with adapters the gate waits for them."""
@@ -291,7 +301,7 @@ class CpuDecoder:
             adapt("gate_up", normed, sums)
             add_gate(program, sums, gated.width, gated.floats, gate)
         rows = _add_quantize(program, gated, layer.down.weight)
-        self._add_to_residual(program, rows, layer.down, hidden, norm=layer.post_mlp_norm, name="down", adapt=adapt)
+        self._add_to_residual(program, _Addend("down", layer.down, layer.post_mlp_norm), rows, hidden, adapt)
 
     def _adapting(self, program: Program, adapters: CpuSlots | None, layer: int) -> _AddLora | None:
         """Lets the adapters of a projection of `layer`, which reads `x`, add to its `y`."""
@@ -307,14 +317,14 @@ class CpuDecoder:
         return adapt
 
     def _add_to_residual(
-        self, program: Program, x: _Rows, projection: PackedProjection, hidden: Tensor, *, norm: Tensor | None,
-        name: str, adapt: _AddLora | None,
-    ) -> None:  # fmt: skip
+        self, program: Program, addend: _Addend, x: _Rows, hidden: Tensor, adapt: _AddLora | None
+    ) -> None:
         """Add to `hidden` what the projection and its adapters give, or the norm of that where the model has one."""
+        norm = addend.norm
         y, epilogue = (hidden, Epilogue.ADD) if norm is None else (self._buffers.addend, Epilogue.STORE)
-        _add_projection(program, x, projection, y, epilogue=epilogue, label=name)
+        _add_projection(program, x, addend.projection, y, epilogue=epilogue, label=addend.name)
         if adapt is not None:
-            adapt(name, x, y)
+            adapt(addend.name, x, y)
         if norm is not None:
             add_norm(program, y, norm, hidden, self._config.rms_norm_eps, is_added=True)
 

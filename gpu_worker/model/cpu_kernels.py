@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from gpu_worker.lora.cpu_slots import CpuSlots
+from gpu_worker.lora.assembly import cpu_adapters
+from gpu_worker.lora.loaded import LoadedAdapters
 from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.cpu_decoder import CpuDecoder
 from gpu_worker.model.kv_layout import KvLayout
@@ -46,7 +47,7 @@ def open_pool(
         ConfigError: `--cpu-kernels=on` or a `--cpu-isa`, and this machine or model does not allow them.
     """
     wanted, isa = config.engine.cpu_kernels, config.engine.cpu_isa
-    if wanted == "off":
+    if wanted == "off" or (checkpoint_config.is_foreign and (wanted, isa) == ("auto", "auto")):
         return None
     try:
         if dtype not in (torch.float32, torch.bfloat16):
@@ -67,6 +68,7 @@ def open_pool(
 def _refuse_what_torch_must(config: CheckpointConfig) -> None:
     """Raise `CpuKernelsUnavailable` for a model that the CPU kernels do not compute."""
     lacks = {
+        "the code of transformers": config.is_foreign,
         "experts": any(config.experts),
         "softcaps": config.attention_softcap is not None or config.logit_softcap is not None,
     }
@@ -98,9 +100,10 @@ def num_threads(config: WorkerConfig) -> int:
 
 def load_cpu_decoder(
     checkpoint_config: CheckpointConfig, config: WorkerConfig, layout: KvLayout, pool: Pool, *, dtype: torch.dtype,
-    model_len: int, adapters: CpuSlots | None = None,
-) -> CpuDecoder:  # fmt: skip
-    """The model of `dtype` on the CPU kernels, its weights from the cache folder if they were packed before.
+    model_len: int,
+) -> tuple[CpuDecoder, LoadedAdapters | None]:  # fmt: skip
+    """The model of `dtype` on the CPU kernels, its weights from the cache folder if they were packed before; and its
+    adapters, if it may have some.
 
     Raises:
         ConfigError: the checkpoint does not allow it.
@@ -111,8 +114,11 @@ def load_cpu_decoder(
             rotary_table(rope, checkpoint_config.head_size, model_len, torch.device("cpu"))
             for rope in checkpoint_config.distinct_ropes
         ]
-    return CpuDecoder(checkpoint_config, weights, pool, cos_sin=cos_sin, kv=layout.kv_shape, dtype=dtype,
-                      adapters=adapters)  # fmt: skip
+    slots, adapters = cpu_adapters(checkpoint_config, config.engine, dtype)
+    decoder = CpuDecoder(
+        checkpoint_config, weights, pool, cos_sin=cos_sin, kv=layout.kv_shape, dtype=dtype, adapters=slots
+    )
+    return decoder, adapters
 
 
 def _load_weights(checkpoint_config: CheckpointConfig, config: WorkerConfig, dtype: torch.dtype) -> PackedModel:

@@ -134,7 +134,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     others = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
-    hint = f" (found {', '.join(others)}: convert it to safetensors)" if others else ""
+    hint = f" (found {', '.join(others)}, but opening such a file could run code: convert it)" if others else ""
     raise ConfigError(f"{folder} holds no model.safetensors{hint}")
 
 

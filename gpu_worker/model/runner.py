@@ -49,7 +49,8 @@ class ModelCard:
 
 
 class Decoder(Protocol):
-    """A way of computing the model: torch's ops (`llama.py`) or the CPU kernels (`cpu_decoder.py`).
+    """A way of computing the model: torch's ops (`llama.py`), the CPU kernels (`cpu_decoder.py`) or the code of another
+    package (`transformers_decoder.py`).
 
     A step is started and then waited for, one at a time; `inputs` and `cache` stay as they are until then."""
 

@@ -49,7 +49,10 @@ def edit(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported: .*Llama.*Qwen3Moe"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "MambaForCausalLM is not supported: .*; supported: .*Llama.*Qwen3Moe",
+        ),
         ({"architectures": None}, "architectures = None: must name one"),
         ({"hidden_size": "64"}, "hidden_size = '64': must be a positive whole number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),

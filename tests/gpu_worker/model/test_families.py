@@ -69,12 +69,13 @@ def prompts_of(name: str) -> list[list[int]]:
     return [[rng.randrange(300) for _ in range(length)] for length in lengths]
 
 
-def load(folder: Path, **settings: Any) -> tuple[DecoderRunner, Engine]:
+def load(folder: Path, *, model_impl: str = "auto", **settings: Any) -> tuple[DecoderRunner, Engine]:
     """A runner with a pool of `NUM_BLOCKS` blocks, and an engine over it as a worker makes it."""
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "block_size": BLOCK_SIZE} | settings
-    measured = make_runner(folder, max_model_len=MAX_LEN, **settings)
+    model = {"max_model_len": MAX_LEN, "model_impl": model_impl}
+    measured = make_runner(folder, **model, **settings)
     num_bytes = NUM_BLOCKS * int(measured.kv_bytes_per_token * BLOCK_SIZE)
-    runner = make_runner(folder, max_model_len=MAX_LEN, **settings | {"kv_cache_memory_bytes": num_bytes})
+    runner = make_runner(folder, **model, **settings | {"kv_cache_memory_bytes": num_bytes})
     return runner, make_engine(
         runner, EngineConfig(**settings), max_model_len=MAX_LEN, clock=ManualClock(), prefix_key=b"k"
     )

@@ -1,0 +1,94 @@
+"""Who computes a model: the CPU kernels, torch over our own layers, or the code of transformers; and its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from gpu_worker.lora.assembly import torch_adapters
+from gpu_worker.lora.loaded import LoadedAdapters
+from gpu_worker.model.config import CheckpointConfig
+from gpu_worker.model.cpu_kernels import load_cpu_decoder, open_pool
+from gpu_worker.model.kv_layout import KvLayout
+from gpu_worker.model.llama import Llama, load_llama
+from gpu_worker.model.loader import Checkpoint
+from gpu_worker.model.quantization import QUANTIZATIONS
+from gpu_worker.model.runner import Decoder
+from gpu_worker.model.transformers_config import foreign_version
+from gpu_worker.model.transformers_decoder import load_transformers
+from gpu_worker.model.weights import ignored_weights
+from kernels.cpu.program import Pool
+from shared.config import WorkerConfig
+from shared.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedDecoder:
+    """A model with its weights.
+
+    Attributes:
+        way: a name of who computes it.
+        layout: of the cache that it reads.
+        pool: the threads of the CPU kernels; None: it does without.
+        adapters: what rows may have; None: nothing.
+    """
+
+    model: Decoder
+    way: str
+    layout: KvLayout
+    pool: Pool | None = None
+    adapters: LoadedAdapters | None = None
+
+
+def load_decoder(
+    checkpoint_config: CheckpointConfig, config: WorkerConfig, layout: KvLayout, *, dtype: torch.dtype,
+    device: torch.device, model_len: int,
+) -> LoadedDecoder:  # fmt: skip
+    """The model of `config`, for texts of up to `model_len` tokens.
+
+    Raises:
+        ConfigError: the checkpoint, a flag or the machine does not allow it.
+    """
+    _refuse_for_device(checkpoint_config, config, device)
+    if config.engine.enable_lora and checkpoint_config.is_foreign:
+        family = checkpoint_config.architecture
+        raise ConfigError(f"--enable-lora: adapters are for quire's own model families; transformers computes {family}")
+    pool = open_pool(config, checkpoint_config, layout, dtype) if device.type == "cpu" else None
+    if pool is not None:
+        layout = replace(layout, is_packed=True)
+        cpu, adapters = load_cpu_decoder(checkpoint_config, config, layout, pool, dtype=dtype, model_len=model_len)
+        return LoadedDecoder(
+            model=cpu, way=f"cpu kernels {pool.isa.value}", layout=layout, pool=pool, adapters=adapters
+        )
+    if checkpoint_config.is_foreign:
+        quantization = QUANTIZATIONS[config.model.quantization]
+        foreign = load_transformers(checkpoint_config, Path(config.model.model), dtype=dtype, device=device,
+                                    quantization=quantization, layout=layout)  # fmt: skip
+        return LoadedDecoder(model=foreign, way=f"transformers {foreign_version()}", layout=layout)
+    model = _load_own(checkpoint_config, config, dtype=dtype, device=device, model_len=model_len)
+    adapters = torch_adapters(checkpoint_config, config.engine, model, dtype=dtype, device=device)
+    return LoadedDecoder(model=model, way="torch", layout=layout, adapters=adapters)
+
+
+def _refuse_for_device(checkpoint_config: CheckpointConfig, config: WorkerConfig, device: torch.device) -> None:
+    if device.type == "cpu":
+        return
+    if checkpoint_config.attention_softcap is not None:
+        family = checkpoint_config.architecture
+        raise ConfigError(f"--device=cuda: {family} softcaps attention's scores, which is built for --device=cpu only")
+    if config.model.quantization != "none":
+        raise ConfigError(f"--quantization={config.model.quantization} is for --device=cpu in this version")
+
+
+def _load_own(
+    checkpoint_config: CheckpointConfig, config: WorkerConfig, *, dtype: torch.dtype, device: torch.device,
+    model_len: int,
+) -> Llama:  # fmt: skip
+    checkpoint = Checkpoint(Path(config.model.model), dtype=dtype, device=device)
+    with torch.inference_mode():
+        quantization = QUANTIZATIONS[config.model.quantization]
+        model = load_llama(checkpoint_config, checkpoint, model_len, device, quantization)
+    checkpoint.close(ignored=ignored_weights(checkpoint_config))
+    return model
