@@ -201,6 +201,8 @@ class IntakeDesk:
             cache_salt=request.cache_salt or "",
             num_returned=(request.n or 1) if request.is_choosy else None,
             hides_logprobs=request.is_choosy and request.num_logprobs is None,
+            returns_token_ids=bool(request.return_token_ids),
+            names_tokens_by_id=bool(request.return_tokens_as_token_ids),
         )
         return Intake(
             request_id=new_request_id(kind),

@@ -96,6 +96,8 @@ class RequestBody:
     `num_returned` (`best_of`): of each prompt's `n` choices the client gets so many, those with the highest mean log
     probability a token; None: all. `hides_logprobs`: the log holds logprobs for that comparison only.
     `include_cost`: usage says what the request cost, so its worker writes that with each commit.
+    `returns_token_ids`: the client gets prompt and output as token ids, too. `names_tokens_by_id`: logprobs name tokens
+    by their ids.
     """
 
     kind: str
@@ -112,6 +114,8 @@ class RequestBody:
     num_returned: int | None = None
     hides_logprobs: bool = False
     include_cost: bool = False
+    returns_token_ids: bool = False
+    names_tokens_by_id: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
