@@ -50,9 +50,11 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
     folder, device = Path(config.model.model), _device(engine.device)
     checkpoint_config, model_len = _read_config(folder, config.model.max_model_len)
     dtype_name = _dtype_name(config.model.dtype, checkpoint_config)
+    if device.type == "cpu":
+        dtype_name, engine = _widen_half(dtype_name, engine)
     dtype: torch.dtype = getattr(torch, dtype_name)
     layout = _layout(checkpoint_config, engine, dtype)
-    pool = open_pool(config, checkpoint_config, layout, dtype) if device.type == "cpu" else None
+    pool = open_pool(config, checkpoint_config, layout) if device.type == "cpu" else None
     model: Decoder
     if pool is not None:
         layout = replace(layout, is_packed=True)
@@ -167,6 +169,21 @@ def _dtype_name(wanted: str, config: CheckpointConfig) -> str:
     if name not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"the checkpoint's dtype {shorten(name)} is not supported; choose one with --dtype")
     return name
+
+
+def _widen_half(dtype_name: str, engine: EngineConfig) -> tuple[str, EngineConfig]:
+    """Both with float32 in place of float16, which CPUs hardly compute with; a warning if either had it. float32 holds
+    each float16 number exactly, bfloat16 cuts three bits off its fraction."""
+    asked = {}
+    if dtype_name == "float16":
+        asked["dtype"], dtype_name = dtype_name, "float32"
+    if KV_DTYPES.get(engine.kv_cache_dtype) is torch.float16:
+        asked["kv_cache_dtype"], engine = engine.kv_cache_dtype, replace(engine, kv_cache_dtype="float32")
+    if asked:
+        _log.warning(
+            "half.widened", **asked, instead="float32", why="CPUs compute it faster, and it holds the same numbers"
+        )
+    return dtype_name, engine
 
 
 def _model_len(wanted: int | None, config: CheckpointConfig) -> int:
