@@ -163,6 +163,7 @@ class DetokenizeBody(_Body):
 
     model: Annotated[str, Field(max_length=512)] | None = None
     tokens: Any = None
+    return_token_strs: bool | None = None
 
 
 def parse_json(data: bytes) -> dict[str, Any]:

@@ -38,7 +38,8 @@ async def post_detokenize(request: web.Request) -> web.Response:
     """Text of token ids, control tokens included."""
     gateway = request.app[GATEWAY]
     async with body_of(request) as data:
-        return web.json_response({"prompt": await gateway.desk.in_pool(lambda: _detokenize(gateway, data))})
+        text, strings = await gateway.desk.in_pool(lambda: _detokenize(gateway, data))
+    return web.json_response({"prompt": text} | ({} if strings is None else {"token_strs": strings}))
 
 
 def _tokenize(gateway: Gateway, data: bytes) -> tuple[list[int], list[str] | None]:
@@ -55,15 +56,16 @@ def _tokenize(gateway: Gateway, data: bytes) -> tuple[list[int], list[str] | Non
     return list(ids), strings
 
 
-def _detokenize(gateway: Gateway, data: bytes) -> str:
+def _detokenize(gateway: Gateway, data: bytes) -> tuple[str, list[str] | None]:
     body, _ = parse_body(parse_json(data), DetokenizeBody)
     gateway.desk.check_model(body.model)
     if body.tokens == []:
-        return ""
+        return "", [] if body.return_token_strs else None
     if not isinstance(body.tokens, list) or set(map(type, body.tokens)) != {int}:
         raise InvalidRequest("tokens: must be a list of token ids", param="tokens")
     gateway.desk.encoder.check_ids(body.tokens, "tokens")
-    return str(gateway.folder.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    strings = [gateway.token_text.token_name(id_) for id_ in body.tokens] if body.return_token_strs else None
+    return str(gateway.folder.tokenizer.decode(body.tokens, skip_special_tokens=False)), strings
 
 
 def _card(gateway: Gateway, name: str) -> dict[str, Any]:

@@ -49,9 +49,7 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
         torch.set_num_threads(engine.num_threads)
     folder, device = Path(config.model.model), _device(engine.device)
     checkpoint_config, model_len = _read_config(folder, config.model.max_model_len)
-    dtype_name = _dtype_name(config.model.dtype, checkpoint_config)
-    if device.type == "cpu":
-        dtype_name, engine = _widen_half(dtype_name, engine)
+    dtype_name, engine = _widen_half(_dtype_name(config.model.dtype, checkpoint_config), engine, device)
     dtype: torch.dtype = getattr(torch, dtype_name)
     layout = _layout(checkpoint_config, engine, dtype)
     pool = open_pool(config, checkpoint_config, layout) if device.type == "cpu" else None
@@ -171,9 +169,11 @@ def _dtype_name(wanted: str, config: CheckpointConfig) -> str:
     return name
 
 
-def _widen_half(dtype_name: str, engine: EngineConfig) -> tuple[str, EngineConfig]:
-    """Both with float32 in place of float16, which CPUs hardly compute with; a warning if either had it. float32 holds
-    each float16 number exactly, bfloat16 cuts three bits off its fraction."""
+def _widen_half(dtype_name: str, engine: EngineConfig, device: torch.device) -> tuple[str, EngineConfig]:
+    """On a CPU both with float32 in place of float16, which it hardly computes with; a warning if either had it.
+    float32 holds each float16 number exactly, bfloat16 cuts three bits off its fraction."""
+    if device.type != "cpu":
+        return dtype_name, engine
     asked = {}
     if dtype_name == "float16":
         asked["dtype"], dtype_name = dtype_name, "float32"
