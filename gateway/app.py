@@ -128,7 +128,7 @@ def _make_gateway(config: GatewayConfig, bus: Bus, pool: TextPool) -> Gateway:
         raise ConfigError("--model: name a model folder")
     if not all(config.http.api_key):
         raise ConfigError("--api-key: an empty key would let everybody in")
-    folder = load_model_folder(Path(config.model.model))
+    folder = load_model_folder(Path(config.model.model), uses_defaults=config.model.generation_config == "auto")
     names = config.model.served_model_name or (folder.name,)
     cell = CellView(bus, clock := MonotonicClock(), config.process.worker_lease_s)
     gateway_id = GatewayId(new_incarnation("gateway"))

@@ -2,7 +2,8 @@
 
 Refusals in order: what is wrong in itself (400), nothing serves now (503), what can never fit (400). Documented
 choices: `max_tokens` that does not fit beside the prompt is refused, never shortened; absent, it is 16 for completions
-and what fits for chat; a missing seed is drawn here, so that the record holds all that the tokens depend on.
+and what fits for chat, unless the model's generation_config.json says another number, which is shortened to what fits.
+A missing seed is drawn here, so that the record holds all that the tokens depend on.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import orjson
 
 from gateway import limits
+from gateway.generation_defaults import with_defaults
 from gateway.health import HealthView
 from gateway.model_folder import ModelFolder
 from gateway.openai import ChatBody, CompletionBody, parse_body, parse_json
@@ -142,6 +144,7 @@ class IntakeDesk:
         body_class: type[ChatBody] | type[CompletionBody] = ChatBody if kind == "chat" else CompletionBody
         request, ignored = parse_body(raw, body_class)
         self.check_model(request.model)
+        request = with_defaults(request, self._folder.defaults)
         self._check_cost(request)
         bias, stop_ids = self._resolve_bias(request.logit_bias or {}), self._resolve_stop_ids(request)
         return _Read(request, ignored, self._read_prompts(request), bias, stop_ids, _hash(kind, raw))
@@ -177,7 +180,9 @@ class IntakeDesk:
         sizes = {"block_size": worker.block_size, "num_blocks": worker.num_blocks, "num_resident": worker.num_resident}
         if limit is None:
             in_pool = most_tokens(**sizes, limit=max_model_len) - longest
-            limit = min(room, COMPLETION_MAX_TOKENS) if isinstance(request, CompletionBody) else min(room, in_pool)
+            default = self._folder.defaults.get("max_tokens")
+            is_short = default is None and isinstance(request, CompletionBody)
+            limit = min(room, COMPLETION_MAX_TOKENS) if is_short else min(room, in_pool, default or room)
             limit = max(limit, request.min_tokens or 0, 1)
         if not fits(longest + limit, **sizes):
             message = never_fits_message(longest + limit, **sizes)

@@ -1,4 +1,4 @@
-"""What the gateway takes from a model folder: tokenizer, end tokens, chat template, context length.
+"""What the gateway takes from a model folder: tokenizer, end tokens, defaults, template, context length.
 
 Files: `tokenizer.json` and `config.json` must be there; `tokenizer_config.json`, `generation_config.json` and
 `chat_template.jinja` may be.
@@ -14,6 +14,7 @@ import msgspec
 import orjson
 from tokenizers import Tokenizer
 
+from gateway.generation_defaults import read_defaults
 from shared.context_length import longest_text
 from shared.errors import ConfigError
 
@@ -35,6 +36,7 @@ class ModelFolder:
         eos_ids: tokens that end an answer.
         chat_template: Jinja source, None if the model has none.
         template_tokens: `bos_token` and the like, for the template.
+        defaults: of sampling, by fields of a request, from generation_config.json.
         max_position: tokens that the model was made for. longest_text: those that it may be asked for.
     """
 
@@ -48,12 +50,13 @@ class ModelFolder:
     eos_ids: tuple[int, ...]
     chat_template: str | None
     template_tokens: dict[str, str]
+    defaults: dict[str, Any]
     max_position: int
     longest_text: int
 
 
-def load_model_folder(path: Path) -> ModelFolder:
-    """Read the folder at `path`.
+def load_model_folder(path: Path, *, uses_defaults: bool = True) -> ModelFolder:
+    """Read the folder at `path`; with the model's own defaults of sampling unless told not to.
 
     Raises:
         ConfigError: it is not a model folder, or a file in it cannot be read.
@@ -64,6 +67,7 @@ def load_model_folder(path: Path) -> ModelFolder:
     config = _read_json(path / "config.json", required=True)
     text_config = config.get("text_config") or config
     tokenizer_config = _read_json(path / "tokenizer_config.json")
+    generation = _read_json(path / "generation_config.json")
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     max_token_id = max(vocab.values())
     max_position = int(text_config.get("max_position_embeddings") or text_config.get("n_positions") or 2048)
@@ -76,9 +80,10 @@ def load_model_folder(path: Path) -> ModelFolder:
         vocab_size=int(text_config.get("vocab_size") or max_token_id + 1),
         max_token_id=max_token_id,
         max_token_bytes=max(len(token.encode()) for token in vocab),
-        eos_ids=_eos_ids(path, text_config, tokenizer, template_tokens),
+        eos_ids=_eos_ids(generation, text_config, tokenizer, template_tokens),
         chat_template=_chat_template(path, tokenizer_config),
         template_tokens=template_tokens,
+        defaults=read_defaults(generation, path / "generation_config.json") if uses_defaults else {},
         max_position=max_position,
         longest_text=longest_text(text_config, max_position),
     )
@@ -131,10 +136,10 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
 
 
 def _eos_ids(
-    path: Path, config: dict[str, Any], tokenizer: Tokenizer, template_tokens: dict[str, str]
+    generation: dict[str, Any], config: dict[str, Any], tokenizer: Tokenizer, template_tokens: dict[str, str]
 ) -> tuple[int, ...]:
     """End tokens of generation_config.json (config.json if it names none), and the tokenizer's own."""
-    named = _read_json(path / "generation_config.json").get("eos_token_id")
+    named = generation.get("eos_token_id")
     if named is None:
         named = config.get("eos_token_id")
     ids = [named] if isinstance(named, int) else list(named or ())

@@ -65,6 +65,9 @@ class ModelConfig:
                                         minimum=1)  # fmt: skip
     dtype: str = setting("auto", "of weights, and of KV by default; auto: the checkpoint's", choices=(
         "auto", "float32", "bfloat16", "float16"))  # fmt: skip
+    generation_config: str = setting("auto", "where requests are silent: auto: what the model's generation_config.json "
+                                     "says of sampling and max_tokens; vllm: nothing of it",
+                                     choices=("auto", "vllm"))  # fmt: skip
     quantization: str = setting("none", "quantize a float checkpoint at load, activations to int8 (CPU only); "
                                 "int4 keeps an int8 output projection", choices=("none", "int8", "int4"))  # fmt: skip
 

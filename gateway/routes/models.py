@@ -77,6 +77,7 @@ def _card(gateway: Gateway, name: str) -> dict[str, Any]:
         "root": gateway.folder.name,
         "parent": None,
         "max_model_len": _max_model_len(gateway),
+        "default_sampling_params": gateway.folder.defaults,
     }
 
 
