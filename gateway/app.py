@@ -174,7 +174,7 @@ def _load_own(config: GatewayConfig) -> ModelText | None:
     """The model whose folder was named, if one was."""
     if not config.model.model:
         return None
-    card = read_card(Path(config.model.model))
+    card = read_card(Path(config.model.model), has_defaults=config.model.generation_config == "auto")
     folder = read_model(card)
     return ModelText(folder, _max_model_len(config, folder), card.card_id)
 

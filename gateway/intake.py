@@ -2,7 +2,8 @@
 
 Refusals in order: what is wrong in itself (400), nothing serves now (503), what can never fit (400). Documented
 choices: `max_tokens` that does not fit beside the prompt is refused, never shortened; absent, it is 16 for completions
-and what fits for chat; a missing seed is drawn here, so that the record holds all that the tokens depend on.
+and what fits for chat, unless the model's generation_config.json says another number, which is shortened to what fits.
+A missing seed is drawn here, so that the record holds all that the tokens depend on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import orjson
 
 from gateway import limits
 from gateway.directory import ModelDirectory
+from gateway.generation_defaults import with_defaults
 from gateway.openai import ChatBody, CompletionBody, parse_body, parse_json
 from gateway.prompt import context_error, read_messages, read_prompts
 from gateway.served_model import ModelText, ServedModel
@@ -120,6 +122,7 @@ class IntakeDesk:
         body_class: type[ChatBody] | type[CompletionBody] = ChatBody if kind == "chat" else CompletionBody
         request, ignored = parse_body(raw, body_class)
         served = self._directory.find(request.model)
+        request = with_defaults(request, served.text.folder.defaults)
         self._check_cost(request)
         bias = _resolve_bias(request.logit_bias or {}, served.text)
         stop_ids = _resolve_stop_ids(request, served.text)
@@ -147,7 +150,9 @@ class IntakeDesk:
         sizes = {"block_size": worker.block_size, "num_blocks": worker.num_blocks, "num_resident": worker.num_resident}
         if limit is None:
             in_pool = most_tokens(**sizes, limit=max_model_len) - longest
-            limit = min(room, COMPLETION_MAX_TOKENS) if isinstance(request, CompletionBody) else min(room, in_pool)
+            default = read.served.text.folder.defaults.get("max_tokens")
+            is_short = default is None and isinstance(request, CompletionBody)
+            limit = min(room, COMPLETION_MAX_TOKENS) if is_short else min(room, in_pool, default or room)
             limit = max(limit, request.min_tokens or 0, 1)
         if not fits(longest + limit, **sizes):
             message = never_fits_message(longest + limit, **sizes)
@@ -172,6 +177,8 @@ class IntakeDesk:
             num_returned=(request.n or 1) if request.is_choosy else None,
             hides_logprobs=request.is_choosy and request.num_logprobs is None,
             card=read.served.text.card_id,
+            returns_token_ids=bool(request.return_token_ids),
+            names_tokens_by_id=bool(request.return_tokens_as_token_ids),
         )
         return Intake(
             request_id=new_request_id(kind),

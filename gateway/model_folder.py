@@ -1,4 +1,4 @@
-"""What the gateway takes from a model's files: tokenizer, end tokens, chat template, context length.
+"""What the gateway takes from a model's files: tokenizer, end tokens, defaults, chat template, context length.
 
 `tokenizer.json` and `config.json` must be there; `tokenizer_config.json`, `generation_config.json` and
 `chat_template.jinja` may be. They lie in a folder, or in the card that a worker has published.
@@ -14,6 +14,7 @@ import msgspec
 import orjson
 from tokenizers import Tokenizer
 
+from gateway.generation_defaults import read_defaults
 from shared.context_length import longest_text
 from shared.errors import ConfigError
 from shared.model_card import ModelCard, read_card
@@ -36,6 +37,7 @@ class ModelFolder:
         eos_ids: tokens that end an answer.
         chat_template: Jinja source, None if the model has none.
         template_tokens: `bos_token` and the like, for the template.
+        defaults: of sampling, by fields of a request, from generation_config.json.
         max_position: tokens that the model was made for. longest_text: those that it may be asked for.
     """
 
@@ -49,6 +51,7 @@ class ModelFolder:
     eos_ids: tuple[int, ...]
     chat_template: str | None
     template_tokens: dict[str, str]
+    defaults: dict[str, Any]
     max_position: int
     longest_text: int
 
@@ -68,6 +71,7 @@ def read_model(card: ModelCard) -> ModelFolder:
     config = _read_json(card, "config.json")
     text_config = config.get("text_config") or config
     tokenizer_config = _read_json(card, "tokenizer_config.json")
+    generation = _read_json(card, "generation_config.json")
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     max_token_id = max(vocab.values())
     max_position = int(text_config.get("max_position_embeddings") or text_config.get("n_positions") or 2048)
@@ -80,9 +84,10 @@ def read_model(card: ModelCard) -> ModelFolder:
         vocab_size=int(text_config.get("vocab_size") or max_token_id + 1),
         max_token_id=max_token_id,
         max_token_bytes=max(len(token.encode()) for token in vocab),
-        eos_ids=_eos_ids(card, text_config, tokenizer, template_tokens),
+        eos_ids=_eos_ids(generation, text_config, tokenizer, template_tokens),
         chat_template=_chat_template(card, tokenizer_config),
         template_tokens=template_tokens,
+        defaults=read_defaults(generation, f"{card.source}/generation_config.json") if card.has_defaults else {},
         max_position=max_position,
         longest_text=longest_text(text_config, max_position),
     )
@@ -133,10 +138,10 @@ def _read_json(card: ModelCard, name: str) -> dict[str, Any]:
 
 
 def _eos_ids(
-    card: ModelCard, config: dict[str, Any], tokenizer: Tokenizer, template_tokens: dict[str, str]
+    generation: dict[str, Any], config: dict[str, Any], tokenizer: Tokenizer, template_tokens: dict[str, str]
 ) -> tuple[int, ...]:
     """End tokens of generation_config.json (config.json if it names none), and the tokenizer's own."""
-    named = _read_json(card, "generation_config.json").get("eos_token_id")
+    named = generation.get("eos_token_id")
     if named is None:
         named = config.get("eos_token_id")
     ids = [named] if isinstance(named, int) else list(named or ())

@@ -99,7 +99,7 @@ async def _load_model(bus: Bus, config: WorkerConfig, place: Place) -> LoadedMod
 def _read_card(config: WorkerConfig) -> ModelCard | None:
     """The model's card; None, and a warning, for a folder that has none: only gateways with a folder can serve it."""
     try:
-        return read_card(Path(config.model.model))
+        return read_card(Path(config.model.model), has_defaults=config.model.generation_config == "auto")
     except ConfigError as error:
         _log.warning("card.missing", error=error)
         return None

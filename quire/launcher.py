@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     """Run `quire serve ARGV` until it is stopped; the exit code. Raises `ConfigError`."""
     config = settings.load(ServeConfig, argv, program="quire serve", description="Serve a model on this machine.")
     if config.process.die_with_parent:
-        die_with_parent()
+        die_with_parent(config.parent_pid)
     return serve(config)
 
 

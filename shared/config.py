@@ -66,6 +66,9 @@ class ModelConfig:
                                         minimum=1)  # fmt: skip
     dtype: str = setting("auto", "of weights, and of KV by default; auto: the checkpoint's", choices=(
         "auto", "float32", "bfloat16", "float16"))  # fmt: skip
+    generation_config: str = setting("auto", "where requests are silent: auto: what the model's generation_config.json "
+                                     "says of sampling and max_tokens; vllm: nothing of it",
+                                     choices=("auto", "vllm"))  # fmt: skip
     quantization: str = setting("none", "quantize a float checkpoint at load, activations to int8 (CPU only); "
                                 "int4 keeps an int8 output projection. How a quantized checkpoint is stored its own "
                                 "config.json says; its method may be named here and must be that one", choices=(
@@ -337,6 +340,7 @@ class ServeConfig:
     )
     gateways: int = setting(1, "gateways to start, on ports P, P+1, ...", minimum=1, maximum=64)
     data_dir: str = setting("", "folder for the private Redis' data, kept; default: a new one, removed at exit")
+    parent_pid: int | None = setting(None, "with --die-with-parent: the parent's process id", is_hidden=True)
     state_file: str = setting("", "write process ids, ports and the Redis address here as JSON", is_hidden=True)
     model: ModelConfig = field(default_factory=ModelConfig)
     more_models: tuple[str, ...] = setting((), "further models, each with --workers of its own: FOLDER, or NAME=FOLDER "

@@ -97,6 +97,8 @@ class RequestBody:
     probability a token; None: all. `hides_logprobs`: the log holds logprobs for that comparison only.
     `include_cost`: usage says what the request cost, so its worker writes that with each commit. `card` names the
     model card by which its log is rendered (`shared/model_card.py`); "": by the name of the model.
+    `returns_token_ids`: the client gets prompt and output as token ids, too. `names_tokens_by_id`: logprobs name tokens
+    by their ids.
     """
 
     kind: str
@@ -114,6 +116,8 @@ class RequestBody:
     hides_logprobs: bool = False
     include_cost: bool = False
     card: str = ""
+    returns_token_ids: bool = False
+    names_tokens_by_id: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

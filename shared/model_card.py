@@ -29,16 +29,18 @@ _LEVEL = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """`name` is the folder's, `files` are those of `FILES` that there are, `source` says in errors whence it came."""
+    """`name` is the folder's, `files` are those of `FILES` that there are, `source` says in errors whence it came.
+    `has_defaults`: where a request is silent, generation_config.json says how to sample."""
 
     name: str
     files: Mapping[str, bytes]
     source: str = ""
+    has_defaults: bool = True
 
     @property
     def card_id(self) -> str:
-        """A hash of name and files."""
-        digest = hashlib.sha256()
+        """A hash of all but the source."""
+        digest = hashlib.sha256(b"%d" % self.has_defaults)
         for part in (self.name.encode(), *(part for name in FILES for part in (name.encode(), self.files.get(name)))):
             digest.update(b"-" if part is None else b"%d:" % len(part))
             digest.update(part or b"")
@@ -48,9 +50,10 @@ class ModelCard:
 class _Packed(msgspec.Struct, tag_field="t", tag="card", forbid_unknown_fields=True):
     name: str
     files: dict[str, bytes]
+    has_defaults: bool = True
 
 
-def read_card(path: Path) -> ModelCard:
+def read_card(path: Path, *, has_defaults: bool = True) -> ModelCard:
     """The card of the model folder at `path`.
 
     Raises:
@@ -64,12 +67,12 @@ def read_card(path: Path) -> ModelCard:
         raise ConfigError(f"{error.filename}: {error.strerror or error}") from None
     if (size := sum(map(len, files.values()))) > MAX_CARD_BYTES:
         raise ConfigError(f"--model {path}: {', '.join(files)} have {size} bytes, at most {MAX_CARD_BYTES} are taken")
-    return ModelCard(name=path.resolve().name, files=files, source=str(path))
+    return ModelCard(name=path.resolve().name, files=files, source=str(path), has_defaults=has_defaults)
 
 
 def pack_card(card: ModelCard) -> bytes:
     """`card` as workers publish it; takes a second for the largest ones."""
-    return zlib.compress(msgspec.msgpack.encode(_Packed(card.name, dict(card.files))), _LEVEL)
+    return zlib.compress(msgspec.msgpack.encode(_Packed(card.name, dict(card.files), card.has_defaults)), _LEVEL)
 
 
 def unpack_card(card_id: str, data: bytes) -> ModelCard:
@@ -82,7 +85,8 @@ def unpack_card(card_id: str, data: bytes) -> ModelCard:
         packed = msgspec.msgpack.decode(plain, type=_Packed)
     except (zlib.error, msgspec.MsgspecError) as error:
         raise WireError(f"not a model card: {error}") from None
-    card = ModelCard(name=packed.name, files=packed.files, source=f"the card of {packed.name}")
+    source = f"the card of {packed.name}"
+    card = ModelCard(name=packed.name, files=packed.files, source=source, has_defaults=packed.has_defaults)
     if card.card_id != card_id or not packed.files.keys() >= set(REQUIRED_FILES):
         raise WireError("a model card that is not what its name says")
     return card

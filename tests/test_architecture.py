@@ -23,7 +23,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "redis": ("shared/redis_",),
     "hiredis": ("shared/redis_connection.py",),
-    "aiohttp": ("gateway/", "quire/bench/"),
+    "aiohttp": ("gateway/", "quire/bench/", "quire/api/connection.py"),
     "torch": ("gpu_worker/", "kernels/", "quire/bench/random_model.py", "quire/bench/gpu", "quire/smollm2.py"),
     "docker": ("autoscaler/docker_containers.py",),
     "pickle": (),

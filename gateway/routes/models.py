@@ -42,7 +42,8 @@ async def post_detokenize(request: web.Request) -> web.Response:
     """Text of token ids, control tokens included."""
     gateway = request.app[GATEWAY]
     async with body_of(request) as data:
-        return web.json_response({"prompt": await gateway.desk.in_pool(lambda: _detokenize(gateway.directory, data))})
+        text, strings = await gateway.desk.in_pool(lambda: _detokenize(gateway.directory, data))
+    return web.json_response({"prompt": text} | ({} if strings is None else {"token_strs": strings}))
 
 
 def _tokenize(directory: ModelDirectory, data: bytes) -> tuple[ServedModel, list[int], list[str] | None]:
@@ -59,15 +60,16 @@ def _tokenize(directory: ModelDirectory, data: bytes) -> tuple[ServedModel, list
     return served, list(ids), strings
 
 
-def _detokenize(directory: ModelDirectory, data: bytes) -> str:
+def _detokenize(directory: ModelDirectory, data: bytes) -> tuple[str, list[str] | None]:
     body, _ = parse_body(parse_json(data), DetokenizeBody)
     text = directory.find(body.model).text
     if body.tokens == []:
-        return ""
+        return "", [] if body.return_token_strs else None
     if not isinstance(body.tokens, list) or set(map(type, body.tokens)) != {int}:
         raise InvalidRequest("tokens: must be a list of token ids", param="tokens")
     text.encoder.check_ids(body.tokens, "tokens")
-    return str(text.folder.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    strings = [text.token_text.token_name(id_) for id_ in body.tokens] if body.return_token_strs else None
+    return str(text.folder.tokenizer.decode(body.tokens, skip_special_tokens=False)), strings
 
 
 def _card(gateway: Gateway, served: ServedModel) -> dict[str, Any]:
@@ -79,4 +81,5 @@ def _card(gateway: Gateway, served: ServedModel) -> dict[str, Any]:
         "root": served.text.folder.name,
         "parent": None,
         "max_model_len": gateway.directory.max_model_len(served),
+        "default_sampling_params": served.text.folder.defaults,
     }

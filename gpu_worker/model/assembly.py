@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -47,7 +48,7 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
     folder, device = Path(config.model.model), _device(engine.device)
     checkpoint_config, model_len = _read_config(folder, config)
     refuse_other_quantization(config.model.quantization, checkpoint_config.scheme, device.type)
-    dtype_name = _dtype_name(config.model.dtype, checkpoint_config)
+    dtype_name, engine = _widen_half(_dtype_name(config.model.dtype, checkpoint_config), engine, device)
     dtype: torch.dtype = getattr(torch, dtype_name)
     layout = _layout(checkpoint_config, engine, dtype)
     decoder = load_decoder(checkpoint_config, config, layout, dtype=dtype, device=device, model_len=model_len)
@@ -162,9 +163,26 @@ def _dtype_name(wanted: str, config: CheckpointConfig) -> str:
     if name not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"the checkpoint's dtype {shorten(name)} is not supported; choose one with --dtype")
     if wanted == "auto" and name == "float16" and config.scheme is not None:  # of which the CPU kernels have none
-        _log.info("dtype.chosen", dtype="bfloat16", why="a quantized checkpoint of float16 on a CPU")
+        _log.warning("dtype.chosen", dtype="bfloat16", why="a quantized checkpoint of float16 on a CPU")
         return "bfloat16"
     return name
+
+
+def _widen_half(dtype_name: str, engine: EngineConfig, device: torch.device) -> tuple[str, EngineConfig]:
+    """On a CPU both with float32 in place of float16, which it hardly computes with; a warning if either had it.
+    float32 holds each float16 number exactly, bfloat16 cuts three bits off its fraction."""
+    if device.type != "cpu":
+        return dtype_name, engine
+    asked = {}
+    if dtype_name == "float16":
+        asked["dtype"], dtype_name = dtype_name, "float32"
+    if KV_DTYPES.get(engine.kv_cache_dtype) is torch.float16:
+        asked["kv_cache_dtype"], engine = engine.kv_cache_dtype, replace(engine, kv_cache_dtype="float32")
+    if asked:
+        _log.warning(
+            "half.widened", **asked, instead="float32", why="CPUs compute it faster, and it holds the same numbers"
+        )
+    return dtype_name, engine
 
 
 def _model_len(wanted: int | None, config: CheckpointConfig) -> int:

@@ -35,13 +35,8 @@ MIN_KEPT_BYTES = 64 << 20
 _log = get_log("cpu_kernels")
 
 
-def open_pool(
-    config: WorkerConfig, checkpoint_config: CheckpointConfig, layout: KvLayout, dtype: torch.dtype
-) -> Pool | None:
+def open_pool(config: WorkerConfig, checkpoint_config: CheckpointConfig, layout: KvLayout) -> Pool | None:
     """Threads for the CPU kernels; None where torch computes.
-
-    Args:
-        dtype: of the model.
 
     Raises:
         ConfigError: `--cpu-kernels=on` or a `--cpu-isa`, and this machine or model does not allow them.
@@ -50,8 +45,6 @@ def open_pool(
     if wanted == "off" or (checkpoint_config.is_foreign and (wanted, isa) == ("auto", "auto")):
         return None
     try:
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise CpuKernelsUnavailable(f"a model of {dtype}; the CPU kernels have bfloat16 and float32")
         _refuse_what_torch_must(checkpoint_config)
         layout.kv_shape  # noqa: B018 - raises for what the kernels don't have
         library = _load_best(config) if isa == "auto" else load_library(_cache_folder(config), Isa(isa), _announce)

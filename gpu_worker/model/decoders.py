@@ -55,7 +55,7 @@ def load_decoder(
     if config.engine.enable_lora and checkpoint_config.is_foreign:
         family = checkpoint_config.architecture
         raise ConfigError(f"--enable-lora: adapters are for quire's own model families; transformers computes {family}")
-    pool = open_pool(config, checkpoint_config, layout, dtype) if device.type == "cpu" else None
+    pool = open_pool(config, checkpoint_config, layout) if device.type == "cpu" else None
     if pool is not None:
         layout = replace(layout, is_packed=True)
         cpu, adapters = load_cpu_decoder(checkpoint_config, config, layout, pool, dtype=dtype, model_len=model_len)

@@ -170,7 +170,9 @@ def test_help_shows_every_public_setting(capsys: pytest.CaptureFixture[str]) -> 
         flags.parse(ServeConfig, ["--help"], {}, program="quire serve")
     shown = capsys.readouterr().out
     assert stopped.value.code == 0
-    for name in flags.names(ServeConfig) - {"failpoints", "die_with_parent", "state_file", "memory_shares"}:
+    for name in flags.names(ServeConfig) - {
+        "failpoints", "die_with_parent", "parent_pid", "state_file", "memory_shares",
+    }:  # fmt: skip
         assert f"--{name.replace('_', '-')}" in shown
     assert "--failpoints" not in shown
 
