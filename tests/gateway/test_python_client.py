@@ -239,7 +239,7 @@ async def test_no_worker_is_given_up(make_site: SiteMaker, monkeypatch: pytest.M
 
 
 async def _has_no_worker(site: Site) -> bool:
-    return site.app.gateway.health.serving() is None
+    return not site.app.gateway.health.serving()
 
 
 async def test_errors_are_in_the_callers_words(make_site: SiteMaker) -> None:
