@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from aiohttp import web
 
@@ -16,11 +16,12 @@ from gateway.cell import CellView
 from gateway.detokenize import TokenText
 from gateway.door import Door
 from gateway.drain import Drain
+from gateway.generation_defaults import GenerationDefaults
 from gateway.health import POLL_S, HealthSettings, HealthView
 from gateway.intake import IntakeDesk
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import add_headers, guard
-from gateway.model_folder import ModelFolder, load_model_folder
+from gateway.model_folder import ModelFolder, load_model_files
 from gateway.prefixes import PrefixNamer
 from gateway.relay import Relay
 from gateway.routes import generate, models, operations
@@ -129,7 +130,9 @@ def _make_gateway(config: GatewayConfig, bus: Bus, pool: TextPool) -> Gateway:
         raise ConfigError("--model: name a model folder")
     if not all(config.http.api_key):
         raise ConfigError("--api-key: an empty key would let everybody in")
-    folder = load_model_folder(Path(config.model.model))
+    folder = load_model_files(config.model.files())
+    if folder.defaults != GenerationDefaults():
+        _log.info("defaults.taken", **dataclasses.asdict(folder.defaults))
     names = config.model.served_model_name or (folder.name,)
     cell = CellView(bus, clock := MonotonicClock(), config.process.worker_lease_s)
     gateway_id = GatewayId(new_incarnation("gateway"))

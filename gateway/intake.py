@@ -1,8 +1,9 @@
 """From the bytes of a POST to a request that can be stored: parse, check, render, tokenize, resolve, and refuse.
 
 Refusals in order: what is wrong in itself (400), nothing serves now (503), what can never fit (400). Documented
-choices: `max_tokens` that does not fit beside the prompt is refused, never shortened; absent, it is 16 for completions
-and what fits for chat; a missing seed is drawn here, so that the record holds all that the tokens depend on.
+choices: `max_tokens` that does not fit beside the prompt is refused, never shortened; absent, it is 16 for completions,
+and for chat what the model's author says, or else what fits; a missing seed is drawn here, so that the record holds all
+that the tokens depend on.
 """
 
 from __future__ import annotations
@@ -178,7 +179,8 @@ class IntakeDesk:
         sizes = {"block_size": worker.block_size, "num_blocks": worker.num_blocks, "num_resident": worker.num_resident}
         if limit is None:
             in_pool = most_tokens(**sizes, limit=max_model_len) - longest
-            limit = min(room, COMPLETION_MAX_TOKENS) if isinstance(request, CompletionBody) else min(room, in_pool)
+            wanted = COMPLETION_MAX_TOKENS if isinstance(request, CompletionBody) else self._folder.defaults.max_tokens
+            limit = min(room, in_pool if wanted is None else wanted)
             limit = max(limit, request.min_tokens or 0, 1)
         if not fits(longest + limit, **sizes):
             message = never_fits_message(longest + limit, **sizes)
@@ -213,19 +215,19 @@ class IntakeDesk:
         )
 
     def _resolve_sampling(self, read: _Read, max_tokens: int) -> SamplingParams:
-        request = read.request
+        request, defaults = read.request, self._folder.defaults
         least_logprobs = 0 if request.is_choosy else None
         return SamplingParams(
             seed=new_seed() if request.seed in (None, -1) else (request.seed or 0) & _SEED_MASK,
             max_tokens=max_tokens,
             min_tokens=request.min_tokens or 0,
-            temperature=_or(request.temperature, 1.0),
-            top_p=_or(request.top_p, 1.0),
-            top_k=min(max(request.top_k or 0, 0), self._folder.vocab_size),
-            min_p=_or(request.min_p, 0.0),
+            temperature=_or(request.temperature, defaults.temperature),
+            top_p=_or(request.top_p, defaults.top_p),
+            top_k=min(max(int(_or(request.top_k, defaults.top_k)), 0), self._folder.vocab_size),
+            min_p=_or(request.min_p, defaults.min_p),
             presence_penalty=_or(request.presence_penalty, 0.0),
             frequency_penalty=_or(request.frequency_penalty, 0.0),
-            repetition_penalty=_or(request.repetition_penalty, 1.0),
+            repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
             logit_bias=read.logit_bias,
             stop_token_ids=read.stop_token_ids,
             num_logprobs=least_logprobs if request.num_logprobs is None else request.num_logprobs,

@@ -1,4 +1,4 @@
-"""What the gateway takes from a model folder: tokenizer, end tokens, chat template, context length.
+"""What the gateway takes from a model folder: tokenizer, end tokens, chat template, context length, sampling.
 
 Files: `tokenizer.json` and `config.json` must be there; `tokenizer_config.json`, `generation_config.json` and
 `chat_template.jinja` may be.
@@ -14,8 +14,10 @@ import msgspec
 import orjson
 from tokenizers import Tokenizer
 
+from gateway.generation_defaults import GenerationDefaults, read_defaults
 from shared.context_length import longest_text
 from shared.errors import ConfigError
+from shared.model_files import GENERATION_FILE, ModelFiles
 
 _TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
@@ -36,6 +38,7 @@ class ModelFolder:
         chat_template: Jinja source, None if the model has none.
         template_tokens: `bos_token` and the like, for the template.
         max_position: tokens that the model was made for. longest_text: those that it may be asked for.
+        defaults: sampling where a request says nothing.
     """
 
     name: str
@@ -50,37 +53,44 @@ class ModelFolder:
     template_tokens: dict[str, str]
     max_position: int
     longest_text: int
+    defaults: GenerationDefaults
 
 
 def load_model_folder(path: Path) -> ModelFolder:
-    """Read the folder at `path`.
+    """Read the folder at `path`. Raises `ConfigError` as `load_model_files` does."""
+    return load_model_files(ModelFiles(model=path))
+
+
+def load_model_files(files: ModelFiles) -> ModelFolder:
+    """Read the files of a model.
 
     Raises:
         ConfigError: it is not a model folder, or a file in it cannot be read.
     """
-    if not (path / "tokenizer.json").is_file() or not (path / "config.json").is_file():
-        raise ConfigError(f"--model {path}: not a model folder (it needs config.json and tokenizer.json)")
-    tokenizer = _load_tokenizer(path / "tokenizer.json")
-    config = _read_json(path / "config.json", required=True)
+    files.check()
+    tokenizer = _load_tokenizer(files.path("tokenizer.json"))
+    config = _read_json(files.path("config.json"), required=True)
     text_config = config.get("text_config") or config
-    tokenizer_config = _read_json(path / "tokenizer_config.json")
+    tokenizer_config = _read_json(files.path("tokenizer_config.json"))
+    generation = _read_json(files.path(GENERATION_FILE))
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     max_token_id = max(vocab.values())
     max_position = int(text_config.get("max_position_embeddings") or text_config.get("n_positions") or 2048)
     template_tokens = _template_tokens(tokenizer_config)
     return ModelFolder(
-        name=path.resolve().name,
+        name=files.model.resolve().name,
         tokenizer=tokenizer,
         inert_tokenizer=_make_inert(tokenizer),
-        decoder_spec=_read_decoder(path / "tokenizer.json"),
+        decoder_spec=_read_decoder(files.path("tokenizer.json")),
         vocab_size=int(text_config.get("vocab_size") or max_token_id + 1),
         max_token_id=max_token_id,
         max_token_bytes=max(len(token.encode()) for token in vocab),
-        eos_ids=_eos_ids(path, text_config, tokenizer, template_tokens),
-        chat_template=_chat_template(path, tokenizer_config),
+        eos_ids=_eos_ids(generation, text_config, tokenizer, template_tokens),
+        chat_template=_chat_template(files.path("chat_template.jinja"), tokenizer_config),
         template_tokens=template_tokens,
         max_position=max_position,
         longest_text=longest_text(text_config, max_position),
+        defaults=read_defaults(generation if files.has_defaults else {}, str(files.path(GENERATION_FILE))),
     )
 
 
@@ -131,10 +141,10 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
 
 
 def _eos_ids(
-    path: Path, config: dict[str, Any], tokenizer: Tokenizer, template_tokens: dict[str, str]
+    generation: dict[str, Any], config: dict[str, Any], tokenizer: Tokenizer, template_tokens: dict[str, str]
 ) -> tuple[int, ...]:
     """End tokens of generation_config.json (config.json if it names none), and the tokenizer's own."""
-    named = _read_json(path / "generation_config.json").get("eos_token_id")
+    named = generation.get("eos_token_id")
     if named is None:
         named = config.get("eos_token_id")
     ids = [named] if isinstance(named, int) else list(named or ())
@@ -142,8 +152,7 @@ def _eos_ids(
     return tuple(sorted({*ids, *([] if own is None else [own])}))
 
 
-def _chat_template(path: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    file = path / "chat_template.jinja"
+def _chat_template(file: Path, tokenizer_config: dict[str, Any]) -> str | None:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     template = tokenizer_config.get("chat_template")

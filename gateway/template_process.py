@@ -1,7 +1,8 @@
 """A chat template in a process of its own (`template_child.py`), which is ended when it takes too long.
 
-The process starts with the first rendering (0.2 s, then 21 MB) and serves all that follow; one that has died is followed
-by another. A short chat takes 0.08 ms instead of 0.02 ms here. The process ends with this one: its input closes.
+The process starts with the first rendering (0.2 s, then 21 MB) and serves all that follow; one that has died is
+followed by another. A short chat takes 0.08 ms instead of 0.02 ms here. The process ends with this one: its
+input closes.
 """
 
 from __future__ import annotations

@@ -61,9 +61,11 @@ def serve(config: ServeConfig) -> int:
     config = config if limits is None else replace(config, workers=limits.low)
     ports = choose_ports(config.http.host, config.http.port, config.gateways)
     refuse_shared_ports(config, ports)
-    folder = checkpoint.resolve(config.model.model, cache_folder(config.engine.cache_dir), say)
+    has_tokenizer, cache_dir = bool(config.model.tokenizer), cache_folder(config.engine.cache_dir)
+    folder = checkpoint.resolve(config.model.model, cache_dir, say, needs_tokenizer=not has_tokenizer)
     names = config.model.served_model_name or (folder.name,)
     model = replace(config.model, model=str(folder), served_model_name=names)
+    model.files().check()
     with Signals() as signals, contextlib.ExitStack() as cleanup:
         cell = _Cell(replace(config, model=model), ports, signals, cleanup)
         try:
