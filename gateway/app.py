@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from aiohttp import web
 
@@ -174,8 +173,10 @@ def _load_own(config: GatewayConfig) -> ModelText | None:
     """The model whose folder was named, if one was."""
     if not config.model.model:
         return None
-    card = read_card(Path(config.model.model), has_defaults=config.model.generation_config == "auto")
+    card = read_card(config.model.files())
     folder = read_model(card)
+    if folder.defaults:
+        _log.info("defaults.taken", **folder.defaults)
     return ModelText(folder, _max_model_len(config, folder), card.card_id)
 
 

@@ -2,8 +2,8 @@
 
 Refusals in order: what is wrong in itself (400), nothing serves now (503), what can never fit (400). Documented
 choices: `max_tokens` that does not fit beside the prompt is refused, never shortened; absent, it is 16 for completions
-and what fits for chat, unless the model's generation_config.json says another number, which is shortened to what fits.
-A missing seed is drawn here, so that the record holds all that the tokens depend on.
+and what fits for chat, unless the model's generation_config.json says a smaller number. A missing seed is drawn here,
+so that the record holds all that the tokens depend on.
 """
 
 from __future__ import annotations
@@ -150,9 +150,9 @@ class IntakeDesk:
         sizes = {"block_size": worker.block_size, "num_blocks": worker.num_blocks, "num_resident": worker.num_resident}
         if limit is None:
             in_pool = most_tokens(**sizes, limit=max_model_len) - longest
-            default = read.served.text.folder.defaults.get("max_tokens")
-            is_short = default is None and isinstance(request, CompletionBody)
-            limit = min(room, COMPLETION_MAX_TOKENS) if is_short else min(room, in_pool, default or room)
+            most = read.served.text.folder.defaults.get("max_tokens", room)
+            wanted = COMPLETION_MAX_TOKENS if isinstance(request, CompletionBody) else in_pool
+            limit = min(room, wanted, most)
             limit = max(limit, request.min_tokens or 0, 1)
         if not fits(longest + limit, **sizes):
             message = never_fits_message(longest + limit, **sizes)

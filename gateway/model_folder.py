@@ -18,6 +18,7 @@ from gateway.generation_defaults import read_defaults
 from shared.context_length import longest_text
 from shared.errors import ConfigError
 from shared.model_card import ModelCard, read_card
+from shared.model_files import GENERATION_FILE, ModelFiles
 
 _TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
@@ -62,7 +63,7 @@ def load_model_folder(path: Path) -> ModelFolder:
     Raises:
         ConfigError: it is not a model folder, or a file in it cannot be read.
     """
-    return read_model(read_card(path))
+    return read_model(read_card(ModelFiles(model=path)))
 
 
 def read_model(card: ModelCard) -> ModelFolder:
@@ -71,7 +72,7 @@ def read_model(card: ModelCard) -> ModelFolder:
     config = _read_json(card, "config.json")
     text_config = config.get("text_config") or config
     tokenizer_config = _read_json(card, "tokenizer_config.json")
-    generation = _read_json(card, "generation_config.json")
+    generation = _read_json(card, GENERATION_FILE)
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     max_token_id = max(vocab.values())
     max_position = int(text_config.get("max_position_embeddings") or text_config.get("n_positions") or 2048)
@@ -87,7 +88,7 @@ def read_model(card: ModelCard) -> ModelFolder:
         eos_ids=_eos_ids(generation, text_config, tokenizer, template_tokens),
         chat_template=_chat_template(card, tokenizer_config),
         template_tokens=template_tokens,
-        defaults=read_defaults(generation, f"{card.source}/generation_config.json") if card.has_defaults else {},
+        defaults=read_defaults(generation, card.place(GENERATION_FILE)) if card.has_defaults else {},
         max_position=max_position,
         longest_text=longest_text(text_config, max_position),
     )
@@ -97,7 +98,7 @@ def _load_tokenizer(card: ModelCard) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_buffer(card.files["tokenizer.json"])
     except Exception as error:  # the only class that tokenizers raises
-        text = f"{card.source}/tokenizer.json is not a tokenizer of the tokenizers library: {error}"
+        text = f"{card.place('tokenizer.json')} is not a tokenizer of the tokenizers library: {error}"
         raise ConfigError(text) from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -131,9 +132,9 @@ def _read_json(card: ModelCard, name: str) -> dict[str, Any]:
     try:
         value = orjson.loads(card.files.get(name, b"{}"))
     except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{card.source}/{name} is not JSON: {error}") from None
+        raise ConfigError(f"{card.place(name)} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{card.source}/{name}: must hold a JSON object")
+        raise ConfigError(f"{card.place(name)}: must hold a JSON object")
     return value
 
 
@@ -154,7 +155,7 @@ def _chat_template(card: ModelCard, tokenizer_config: dict[str, Any]) -> str | N
         try:
             return source.decode()
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{card.source}/chat_template.jinja is not UTF-8: {error}") from None
+            raise ConfigError(f"{card.place('chat_template.jinja')} is not UTF-8: {error}") from None
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
         template = {item["name"]: item["template"] for item in template}.get("default")

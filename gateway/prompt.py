@@ -97,6 +97,7 @@ class PromptEncoder:
         """
         if isinstance(prompt, TextPrompt):
             ids = self.encode_text(prompt.text)
+            self._check_rows(ids, "prompt")
         else:
             ids = prompt.token_ids
             self.check_ids(ids)
@@ -124,6 +125,7 @@ class PromptEncoder:
         ids = self._encode_rendered(rendered)
         if not ids:
             raise InvalidRequest("messages: the prompt is empty", param="messages")
+        self._check_rows(ids, "messages")
         return ids
 
     def close(self) -> None:
@@ -150,6 +152,13 @@ class PromptEncoder:
     def _encode_inert(self, text: str) -> list[int]:
         inert: Tokenizer = self._folder.inert_tokenizer
         return list(inert.encode(text, add_special_tokens=False).ids) if text else []
+
+    def _check_rows(self, ids: tuple[int, ...], param: str) -> None:
+        """Refuse tokens that the tokenizer knows and the model has no row for."""
+        rows = self._folder.vocab_size
+        if self._folder.max_token_id >= rows and max(ids, default=0) >= rows:
+            text = f"{param}: the tokenizer makes token {max(ids)} of it, the model has {rows}; leave that word out"
+            raise InvalidRequest(text, param=param)
 
     def _check_length(self, text: str, param: str) -> None:
         """Refuse text that cannot fit before it is tokenized: a token is at most so many bytes."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from pathlib import Path
 
 import uvloop
 
@@ -99,7 +98,7 @@ async def _load_model(bus: Bus, config: WorkerConfig, place: Place) -> LoadedMod
 def _read_card(config: WorkerConfig) -> ModelCard | None:
     """The model's card; None, and a warning, for a folder that has none: only gateways with a folder can serve it."""
     try:
-        return read_card(Path(config.model.model), has_defaults=config.model.generation_config == "auto")
+        return read_card(config.model.files())
     except ConfigError as error:
         _log.warning("card.missing", error=error)
         return None

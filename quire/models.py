@@ -44,6 +44,9 @@ def _check_several(config: ServeConfig) -> None:
     if config.model.served_model_name:
         shown = shorten(" ".join(config.model.served_model_name))
         raise ConfigError(f"--served-model-name={shown}: there are several models; name each, as NAME=FOLDER")
+    if config.model.tokenizer:
+        raise ConfigError(f"--tokenizer={shorten(config.model.tokenizer)}: there are several models; put the tokenizer "
+                          "of each into its folder")  # fmt: skip
     if config.scaling.autoscale:
         raise ConfigError(f"--autoscale={shorten(config.scaling.autoscale)}: is for one model; give --workers, which "
                           "start for each of several models")  # fmt: skip
@@ -57,6 +60,9 @@ def _resolve(text: str, model: ModelConfig, cache_dir: Path, say: Callable[[str]
     is_named = bool(name and separator and folder_text) and "/" not in name and not Path(text).exists()
     if is_named and model.served_model_name:
         raise ConfigError(f"{shorten(text)} names the model, and so does --served-model-name; leave one of them out")
-    folder = checkpoint.resolve(folder_text if is_named else text, cache_dir, say)
+    given = folder_text if is_named else text
+    folder = checkpoint.resolve(given, cache_dir, say, needs_tokenizer=not model.tokenizer)
     names = (name,) if is_named else model.served_model_name or (folder.name,)
-    return replace(model, model=str(folder), served_model_name=names)
+    found = replace(model, model=str(folder), served_model_name=names)
+    found.files().check()
+    return found

@@ -18,6 +18,7 @@ from shared import flags
 from shared.errors import ConfigError, shorten
 from shared.flags import setting
 from shared.limits import MAX_LIMIT, TenantLimits, parse_tenant_limits
+from shared.model_files import ModelFiles
 from shared.paths import expand
 from shared.preemption import PREEMPTION_MODES
 from shared.speculation import SpeculationConfig, parse_speculative_config
@@ -59,6 +60,12 @@ class ModelConfig:
 
     model: str = setting("", "folder with config.json, tokenizer.json and *.safetensors; none: `quire serve` makes "
                          "SmolLM2-135M-Instruct, a gateway serves what workers bring", is_positional=True)  # fmt: skip
+    tokenizer: str = setting("", "folder with tokenizer.json, and with what there is of tokenizer_config.json and "
+                             "chat_template.jinja; default: the model's")  # fmt: skip
+    generation_config: str = setting("auto", "sampling where a request says nothing: that of generation_config.json in "
+                                     "the model's folder (auto) or in FOLDER, or vllm: none of it",
+                                     may_be_empty=False)  # fmt: skip
+    revision: str = setting("", "refused, and says why: a model is a folder, and nothing is fetched")
     served_model_name: tuple[str, ...] = setting((), "name(s) clients may use; default: the folder's name. Of a "
                                                  "gateway without a model: those it waits for",
                                                  may_be_empty=False)  # fmt: skip
@@ -66,9 +73,6 @@ class ModelConfig:
                                         minimum=1)  # fmt: skip
     dtype: str = setting("auto", "of weights, and of KV by default; auto: the checkpoint's", choices=(
         "auto", "float32", "bfloat16", "float16"))  # fmt: skip
-    generation_config: str = setting("auto", "where requests are silent: auto: what the model's generation_config.json "
-                                     "says of sampling and max_tokens; vllm: nothing of it",
-                                     choices=("auto", "vllm"))  # fmt: skip
     quantization: str = setting("none", "quantize a float checkpoint at load, activations to int8 (CPU only); "
                                 "int4 keeps an int8 output projection. How a quantized checkpoint is stored its own "
                                 "config.json says; its method may be named here and must be that one", choices=(
@@ -76,6 +80,18 @@ class ModelConfig:
     model_impl: str = setting("auto", "whose code computes the model: quire's own, that of transformers over the same "
                               "KV cache, or auto: its own where there is one", choices=(
         "auto", "quire", "transformers"))  # fmt: skip
+
+    def files(self) -> ModelFiles:
+        """Where the model's files are."""
+        return ModelFiles(model=Path(self.model), tokenizer=self.tokenizer, generation_config=self.generation_config)
+
+    def check(self) -> None:
+        """Raise `ConfigError` for what is asked of a hub."""
+        if self.revision:
+            raise ConfigError(
+                f"--revision={shorten(self.revision)}: a model is a folder here and nothing is fetched, so it has one "
+                "revision; name the folder that holds the one you mean"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,6 +380,8 @@ def load(config_class: type[C], argv: list[str], *, program: str, description: s
     config = flags.parse(config_class, argv, dict(os.environ), program=program, description=description,
                          known_variables=known)  # fmt: skip
     _check_engine(config)
+    if isinstance(model := getattr(config, "model", None), ModelConfig):
+        model.check()
     scheduling = getattr(config, "scheduling", None)
     if isinstance(scheduling, SchedulingConfig):
         scheduling.weights()

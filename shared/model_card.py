@@ -12,11 +12,11 @@ import hashlib
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
 from shared.errors import ConfigError, WireError
+from shared.model_files import ModelFiles
 
 REQUIRED_FILES = ("tokenizer.json", "config.json")
 FILES = (*REQUIRED_FILES, "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
@@ -29,17 +29,21 @@ _LEVEL = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """`name` is the folder's, `files` are those of `FILES` that there are, `source` says in errors whence it came.
-    `has_defaults`: where a request is silent, generation_config.json says how to sample."""
+    """`name` is the folder's, `files` are those of `FILES` that there are, `origin` is where they lie; None: with a
+    worker. `has_defaults`: where a request is silent, generation_config.json says how to sample."""
 
     name: str
     files: Mapping[str, bytes]
-    source: str = ""
+    origin: ModelFiles | None = None
     has_defaults: bool = True
+
+    def place(self, file: str) -> str:
+        """What a file is called in an error."""
+        return f"{file} in the card of {self.name}" if self.origin is None else str(self.origin.path(file))
 
     @property
     def card_id(self) -> str:
-        """A hash of all but the source."""
+        """A hash of all but the origin."""
         digest = hashlib.sha256(b"%d" % self.has_defaults)
         for part in (self.name.encode(), *(part for name in FILES for part in (name.encode(), self.files.get(name)))):
             digest.update(b"-" if part is None else b"%d:" % len(part))
@@ -53,21 +57,23 @@ class _Packed(msgspec.Struct, tag_field="t", tag="card", forbid_unknown_fields=T
     has_defaults: bool = True
 
 
-def read_card(path: Path, *, has_defaults: bool = True) -> ModelCard:
-    """The card of the model folder at `path`.
+def read_card(origin: ModelFiles) -> ModelCard:
+    """The card of a model.
 
     Raises:
-        ConfigError: it is not a model folder, a file cannot be read, or they are too large together.
+        ConfigError: a folder lacks what must be there, a file cannot be read, or they are too large together.
     """
-    if not all((path / name).is_file() for name in REQUIRED_FILES):
-        raise ConfigError(f"--model {path}: not a model folder (it needs config.json and tokenizer.json)")
+    origin.check()
+    paths = {name: origin.path(name) for name in FILES}
     try:
-        files = {name: (path / name).read_bytes() for name in FILES if (path / name).is_file()}
+        files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror or error}") from None
     if (size := sum(map(len, files.values()))) > MAX_CARD_BYTES:
-        raise ConfigError(f"--model {path}: {', '.join(files)} have {size} bytes, at most {MAX_CARD_BYTES} are taken")
-    return ModelCard(name=path.resolve().name, files=files, source=str(path), has_defaults=has_defaults)
+        shown = f"--model {origin.model}: {', '.join(files)}"
+        raise ConfigError(f"{shown} have {size} bytes, at most {MAX_CARD_BYTES} are taken")
+    name = origin.model.resolve().name
+    return ModelCard(name=name, files=files, origin=origin, has_defaults=origin.has_defaults)
 
 
 def pack_card(card: ModelCard) -> bytes:
@@ -85,8 +91,7 @@ def unpack_card(card_id: str, data: bytes) -> ModelCard:
         packed = msgspec.msgpack.decode(plain, type=_Packed)
     except (zlib.error, msgspec.MsgspecError) as error:
         raise WireError(f"not a model card: {error}") from None
-    source = f"the card of {packed.name}"
-    card = ModelCard(name=packed.name, files=packed.files, source=source, has_defaults=packed.has_defaults)
+    card = ModelCard(name=packed.name, files=packed.files, has_defaults=packed.has_defaults)
     if card.card_id != card_id or not packed.files.keys() >= set(REQUIRED_FILES):
         raise WireError("a model card that is not what its name says")
     return card

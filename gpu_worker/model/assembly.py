@@ -55,10 +55,12 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
     layout = decoder.layout
     window = shared_window(checkpoint_config) or 0
     size = _size_kv(_need(config, layout, window, model_len), config, decoder.model, device)
-    arithmetic = _arithmetic(config, dtype_name, layout.dtype, decoder.way) + _rope_choice(checkpoint_config, model_len)
+    vocab_size = _vocab_size(config, checkpoint_config)
+    arithmetic = _arithmetic(config, dtype_name, layout.dtype, decoder.way, vocab_size)
+    arithmetic += _rope_choice(checkpoint_config, model_len)
     card = ModelCard(
         fingerprint=fingerprint(folder, arithmetic),
-        vocab_size=min(checkpoint_config.vocab_size, tokenizer_size(folder) or checkpoint_config.vocab_size),
+        vocab_size=vocab_size,
         max_model_len=size.max_model_len,
         dtype=dtype_name,
         device=device.type,
@@ -90,6 +92,12 @@ def _read_config(folder: Path, config: WorkerConfig) -> tuple[CheckpointConfig, 
     found = read_config(folder, config.model.model_impl)
     model_len = _model_len(config.model.max_model_len, found)
     return without_idle_windows(found, model_len), model_len
+
+
+def _vocab_size(config: WorkerConfig, checkpoint_config: CheckpointConfig) -> int:
+    """Ids that may be drawn: those of the model's rows that the tokenizer has a token for."""
+    known = tokenizer_size(config.model.files().path("tokenizer.json"))
+    return checkpoint_config.vocab_size if known is None else min(checkpoint_config.vocab_size, known)
 
 
 def _need(config: WorkerConfig, layout: KvLayout, window: int, model_len: int) -> KvNeed:
@@ -200,9 +208,10 @@ def _rope_choice(config: CheckpointConfig, model_len: int) -> str:
     return "".join(f" rope {choice}" for choice in choices)
 
 
-def _arithmetic(config: WorkerConfig, dtype: str, kv_dtype: torch.dtype, way: str) -> str:
+def _arithmetic(config: WorkerConfig, dtype: str, kv_dtype: torch.dtype, way: str, vocab_size: int) -> str:
     """A name that is the same where results are."""
-    return f"{dtype} {config.model.quantization} {way} kv {str(kv_dtype).removeprefix('torch.')}"
+    name = f"{dtype} {config.model.quantization} {way} kv {str(kv_dtype).removeprefix('torch.')}"
+    return f"{name} of {vocab_size}" if config.model.tokenizer else name
 
 
 def _key_cost(config: CheckpointConfig) -> float:

@@ -17,6 +17,7 @@ from shared.ids import WorkerId
 from shared.memory_bus import MemoryBus
 from shared.messages import RequestBody, SamplingParams, WorkerHello
 from shared.model_card import pack_card, read_card
+from shared.model_files import ModelFiles
 from tests.gateway.tiny_model import make_model_folder
 
 
@@ -31,7 +32,11 @@ class Cell:
         self.bus, self.clock = MemoryBus(), ManualClock()
         settings = HealthSettings(worker_lease_s=3.0, leader_lease_s=1.5)
         self.health = HealthView(self.bus, self.clock, settings)
-        own = None if folder is None else ModelText(load_model_folder(folder), 512, read_card(folder).card_id)
+        own = (
+            None
+            if folder is None
+            else ModelText(load_model_folder(folder), 512, read_card(ModelFiles(model=folder)).card_id)
+        )
         self.library = ModelLibrary(self.bus, self.clock, max_model_len=None, own=own)
         self.directory = ModelDirectory(self.health, self.library, self.clock, own=own, names=names)
 
@@ -44,7 +49,7 @@ class Cell:
 
     async def enter_with(self, name: str, folder: Path, **hello: object) -> None:
         """A worker comes with the card of the model in `folder`, under its name."""
-        card = read_card(folder)
+        card = read_card(ModelFiles(model=folder))
         await self.bus.put_card(card.card_id, pack_card(card))
         await self.enter(name, **({"model": folder.name, "card": card.card_id, "fingerprint": folder.name} | hello))
 

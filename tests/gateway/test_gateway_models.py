@@ -8,6 +8,7 @@ import aiohttp
 
 from shared.bus import Bus
 from shared.model_card import pack_card, read_card
+from shared.model_files import ModelFiles
 from tests.faults.streams import follow
 from tests.gateway.conftest import TEXT, SiteMaker
 
@@ -15,7 +16,7 @@ from tests.gateway.conftest import TEXT, SiteMaker
 async def test_a_gateway_without_a_folder_serves_what_lives(bus: Bus, make_site: SiteMaker, tiny_folder: Path) -> None:
     """Text, chat and lists should work from the card alone; a gateway with the folder should give the same stream
     again. Without the model's only worker its requests should be put off."""
-    card = read_card(tiny_folder)
+    card = read_card(ModelFiles(model=tiny_folder))
     await bus.put_card(card.card_id, pack_card(card))
     site = await make_site(bus=bus, model="", worker={"card": card.card_id, "names": ("tiny", "alias")})
     with_folder = await make_site(bus=bus, leads=False, worker={"model": "idle", "fingerprint": "idle"})

@@ -14,6 +14,7 @@ from quire.api.deployment import RunningDeployment
 from shared.errors import ConfigError
 from shared.messages import SamplingParams
 from shared.model_card import read_card
+from shared.model_files import ModelFiles
 from tests.gateway.conftest import Site, SiteMaker
 from tests.gateway.tiny_model import make_model_folder
 
@@ -55,10 +56,11 @@ async def test_a_silent_request_gets_the_models_defaults(make_site: SiteMaker, t
 
 
 async def test_a_default_length_is_shortened_to_what_fits(make_site: SiteMaker, tmp_path: Path) -> None:
-    """A default longer than the context should be cut, never refused."""
+    """A default longer than the context should be cut, never refused, and leave a completion its 16."""
     site = await make_site(folder=make_folder(tmp_path, max_new_tokens=100_000))
-    num_prompt = len(site.tokenizer.encode("hi").ids)
-    assert (await sampled(site, COMPLETIONS)).max_tokens == 512 - num_prompt
+    num_prompt = len((await site.post("/tokenize", BODIES[CHAT]))[1]["tokens"])
+    assert (await sampled(site, CHAT)).max_tokens == 512 - num_prompt
+    assert (await sampled(site, COMPLETIONS)).max_tokens == 16
 
 
 async def test_they_can_be_passed_over(make_site: SiteMaker, tmp_path: Path) -> None:
@@ -86,4 +88,4 @@ def test_impossible_defaults_are_refused(tmp_path: Path, name: str, value: Any) 
     folder = make_folder(tmp_path, **{name: value})
     with pytest.raises(ConfigError, match=rf"generation_config.json: \w+={value}: .*--generation-config=vllm"):
         load_model_folder(folder)
-    assert read_model(read_card(folder, has_defaults=False)).defaults == {}
+    assert read_model(read_card(ModelFiles(model=folder, generation_config="vllm"))).defaults == {}
