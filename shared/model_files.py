@@ -52,6 +52,6 @@ class ModelFiles:
                 raise ConfigError(f"--{flag} {shorten(folder)}: {kind}")
         if self.generation_config not in (AUTO, NO_DEFAULTS) and not self.path(GENERATION_FILE).is_file():
             raise ConfigError(
-                f"--generation-config={shorten(self.generation_config)}: not a folder with a {GENERATION_FILE}; name one, or "
-                f"{AUTO} (the model's) or {NO_DEFAULTS} (none)"
+                f"--generation-config={shorten(self.generation_config)}: not a folder with a {GENERATION_FILE}; name "
+                f"one, or {AUTO} (the model's) or {NO_DEFAULTS} (none)"
             )
