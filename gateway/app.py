@@ -15,6 +15,7 @@ from gateway.cell import CellView
 from gateway.directory import ModelDirectory
 from gateway.door import Door
 from gateway.drain import Drain
+from gateway.embedding import EmbeddingDesk
 from gateway.health import POLL_S, HealthSettings, HealthView
 from gateway.intake import IntakeDesk
 from gateway.library import ModelLibrary
@@ -158,6 +159,7 @@ def _make_gateway(config: GatewayConfig, bus: Bus, pool: TextPool) -> Gateway:
         bodies=BodyBudget(limits.MAX_LARGE_BODIES * config.http.max_body_bytes),
         directory=directory,
         desk=IntakeDesk(directory=directory, pool=pool, has_price=price > 0),
+        embeddings=EmbeddingDesk(directory, pool),
         relay=Relay(bus, gateway_id),
         health=health,
         cell=cell,
@@ -195,6 +197,7 @@ def _make_application(gateway: Gateway) -> web.Application:
         [
             web.post("/v1/completions", generate.post_completion),
             web.post("/v1/chat/completions", generate.post_chat),
+            web.post("/v1/embeddings", generate.post_embedding),
             web.get("/v1/streams/{request_id}", generate.get_stream),
             web.get("/v1/models", models.get_models),
             web.get("/v1/models/{model}", models.get_model),

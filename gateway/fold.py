@@ -8,6 +8,7 @@ what makes a stream resumable anywhere. Rules:
   string may claim; the finish event carries no text;
 * a stop string ends its choice at the entry that completes it (`take_stops`); later entries of that choice are void;
 * tokens of a prompt that were found in the prefix cache are those of its first choice;
+* an embedding is a choice's only entry, its end;
 * the end token (one of `stop_token_ids`) has no text and no logprobs, but counts as a completion token;
 * with `return_token_ids` each choice's first entry gives its opening event in completions, too; every token gives an
   event, whatever text it has, with its id and its logprobs, the end token also; the finish event says what ended it;
@@ -62,6 +63,14 @@ class TextEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingEvent:
+    """A prompt's embedding: little-endian float32."""
+
+    choice: int
+    vector: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceEnd:
     """`stop_reason`: the stop string that ended it, or the token of the request's `stop_token_ids`; None: another
     reason, or token ids were not asked for."""
@@ -87,7 +96,7 @@ class Done:
     """Nothing follows."""
 
 
-Event = RoleEvent | TextEvent | ChoiceEnd | Usage | Done
+Event = RoleEvent | TextEvent | EmbeddingEvent | ChoiceEnd | Usage | Done
 Batch = list[tuple[EventId, Event]]
 
 
@@ -190,6 +199,8 @@ class _ChoiceFold:
         events: list[Event] = [RoleEvent(self._index)] if self._role_due else []
         self._role_due = False
         if isinstance(entry, FinishEntry):
+            if entry.embedding:
+                events.append(EmbeddingEvent(self._index, entry.embedding))
             return events + self._end(entry.reason)
         self.num_tokens += 1
         self.num_cached += entry.num_cached

@@ -101,7 +101,7 @@ class IntakeDesk:
             Overloaded: no worker lives.
         """
         is_short = len(data) <= SHORT_BODY_BYTES and kind != "chat"
-        read = self._read(kind, data) if is_short else await self.in_pool(lambda: self._read(kind, data))
+        read = self._read(kind, data) if is_short else await in_pool(self._pool, lambda: self._read(kind, data))
         longest = max(map(len, read.prompts))
         self._check_context(read.request, longest, read.served.text.max_model_len)
         worker = self._directory.require_worker(read.served)
@@ -110,11 +110,7 @@ class IntakeDesk:
 
     async def in_pool(self, job: Callable[[], R]) -> R:
         """Run `job` in the text pool, for a bounded time."""
-        try:
-            async with asyncio.timeout(limits.TEMPLATE_TIMEOUT_S):
-                return await self._pool.run(job)
-        except TimeoutError:
-            raise Overloaded("reading the prompt took too long; try again") from None
+        return await in_pool(self._pool, job)
 
     def _read(self, kind: str, data: bytes) -> _Read:
         """The part that takes its time; in a thread of the pool unless the body is short."""
@@ -126,7 +122,9 @@ class IntakeDesk:
         self._check_cost(request)
         bias = _resolve_bias(request.logit_bias or {}, served.text)
         stop_ids = _resolve_stop_ids(request, served.text)
-        return _Read(request, served, ignored, _read_prompts(request, served.text), bias, stop_ids, _hash(kind, raw))
+        return _Read(
+            request, served, ignored, _read_prompts(request, served.text), bias, stop_ids, hash_body(kind, raw)
+        )
 
     def _check_cost(self, request: GenerateRequest) -> None:
         if request.include_cost and not self._has_price:
@@ -246,6 +244,15 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else float(value)
 
 
-def _hash(kind: str, raw: dict[str, Any]) -> str:
+async def in_pool(pool: TextPool, job: Callable[[], R]) -> R:
+    """Run `job` in `pool`, for a bounded time."""
+    try:
+        async with asyncio.timeout(limits.TEMPLATE_TIMEOUT_S):
+            return await pool.run(job)
+    except TimeoutError:
+        raise Overloaded("reading the prompt took too long; try again") from None
+
+
+def hash_body(kind: str, raw: dict[str, Any]) -> str:
     """Equal for equal JSON on the same route, whatever its spacing and order of keys."""
     return hashlib.sha256(kind.encode() + orjson.dumps(raw, option=orjson.OPT_SORT_KEYS)).hexdigest()

@@ -148,6 +148,21 @@ class ChatBody(GenerateBody):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
+class EmbeddingBody(_Body):
+    """POST /v1/embeddings. The vector is that of the last token, of length 1, in the model's size; other ways of making
+    one are refused."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    input: Any = None
+    encoding_format: Literal["float", "base64"] | None = None
+    pooling: Literal["last"] | None = None
+    normalize: Literal[True] | None = None
+    dimensions: None = None
+    user: Annotated[str, Field(max_length=limits.MAX_USER_CHARS)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS)] | None = None
+    priority: Annotated[int, Field(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)] | None = None
+
+
 class TokenizeBody(_Body):
     """POST /tokenize: `prompt` text, or `messages` through the chat template."""
 

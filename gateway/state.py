@@ -13,6 +13,7 @@ from gateway.cell import CellView
 from gateway.directory import ModelDirectory
 from gateway.door import Door
 from gateway.drain import Drain
+from gateway.embedding import EmbeddingDesk
 from gateway.health import HealthView
 from gateway.intake import IntakeDesk
 from gateway.metrics import GatewayMetrics
@@ -35,6 +36,7 @@ class Gateway:
     bodies: BodyBudget
     directory: ModelDirectory
     desk: IntakeDesk
+    embeddings: EmbeddingDesk
     relay: Relay
     health: HealthView
     cell: CellView

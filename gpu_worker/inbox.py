@@ -168,6 +168,7 @@ def _to_sequence(
         token_ids=[*prompt, *(entry.token_id for entry in logged)],
         num_prompt_tokens=len(prompt),
         sampling=body.sampling,
+        is_pooled=body.kind == "embedding",
         is_alone=message.crashes > 0,
         priority=message.priority,
         cache_scope=scope,

@@ -89,16 +89,16 @@ class SubmitRequest:
 class RequestBody:
     """What a worker needs to compute a request and any gateway needs to render it again from its log.
 
-    `kind` is "completion" or "chat". `created` is unix seconds, shown to the client only. `cache_salt` sets apart whose
-    cached prefixes the request may find, within its tenant. `response_format`-like features will be new fields with
-    defaults.
+    `kind` is "completion", "chat" or "embedding" (a choice is a prompt, and no token is drawn). `created` is unix
+    seconds, shown to the client only. `cache_salt` sets apart whose cached prefixes the request may find, within its
+    tenant. `response_format`-like features will be new fields with defaults.
 
     `num_returned` (`best_of`): of each prompt's `n` choices the client gets so many, those with the highest mean log
     probability a token; None: all. `hides_logprobs`: the log holds logprobs for that comparison only.
     `include_cost`: usage says what the request cost, so its worker writes that with each commit. `card` names the
     model card by which its log is rendered (`shared/model_card.py`); "": by the name of the model.
     `returns_token_ids`: the client gets prompt and output as token ids, too. `names_tokens_by_id`: logprobs name tokens
-    by their ids.
+    by their ids. `encoding_format` of embeddings: "float" or "base64".
     """
 
     kind: str
@@ -118,6 +118,7 @@ class RequestBody:
     card: str = ""
     returns_token_ids: bool = False
     names_tokens_by_id: bool = False
+    encoding_format: str = "float"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

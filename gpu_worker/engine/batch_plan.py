@@ -25,10 +25,12 @@ from shared.preemption import MAX_PLANS_ASIDE
 
 @dataclass(frozen=True, slots=True)
 class DrawnToken:
-    """A token that a sampling chunk gave; `logprobs` when its request asked for them."""
+    """A token that a sampling chunk gave; `logprobs` when its request asked for them, `embedding` when it did for that,
+    and then the token means nothing."""
 
     token_id: int
     logprobs: Logprobs | None = None
+    embedding: bytes = b""
 
 
 class ModelRunner(Protocol):

@@ -59,7 +59,7 @@ class EngineBroken(QuireError):
 
 class NewEntries(NamedTuple):
     """What one choice gained in a step: a token entry, more of them when a draft was right, and a finish entry behind
-    them when it ended (`finish`)."""
+    them when it ended (`finish`); an embedding is a finish entry alone."""
 
     request_id: RequestId
     attempt: int
@@ -387,6 +387,9 @@ class Engine:
             self._num_prompt_tokens += sequence.num_prompt_tokens
         if sequence.is_alone:
             self._unite(sequence.request_id)
+        if sequence.is_pooled:
+            self._remove(sequence)
+            return sequence, tokens[:1], "stop"
         finish, num_gained = "", 0
         for token in tokens:
             sequence.token_ids.append(token.token_id)
@@ -440,6 +443,9 @@ class Engine:
 
 def _to_entries(gain: _Gain) -> NewEntries:
     sequence, tokens, finish = gain
+    if sequence.is_pooled:
+        ended = FinishEntry(sequence.choice, finish, tokens[0].embedding)
+        return NewEntries(sequence.request_id, sequence.attempt, sequence.choice, (ended,), finish)
     num_cached = sequence.num_cached or 0
     entries: tuple[LogEntry, ...] = tuple(
         TokenEntry(sequence.choice, t.token_id, t.logprobs, 0 if sequence.num_output > len(tokens) or i else num_cached)

@@ -33,6 +33,7 @@ class Sequence:
         token_ids: prompt and the output logged so far (a re-dispatched sequence goes on behind it); copied.
         num_prompt_tokens: how many of them are the client's prompt; output positions are counted from there.
         priority, rank: standing order; the highest is evicted first.
+        is_pooled: wants an embedding: it draws no token, and ends when its last one is computed.
         is_alone: suspected of killing workers: plans hold nothing else until it has gained a token.
         cache_scope: whose prefixes it may find and be found by; see `prefix_cache.py`, which owns the attributes
             `prefix_names` to `num_awaited`: names of its full blocks; how many of them are entered; how many are
@@ -52,6 +53,7 @@ class Sequence:
         "choice",
         "draft_state",
         "is_alone",
+        "is_pooled",
         "num_awaited",
         "num_cached",
         "num_computed",
@@ -81,6 +83,7 @@ class Sequence:
         token_ids: list[int],
         num_prompt_tokens: int,
         sampling: SamplingParams,
+        is_pooled: bool = False,
         is_alone: bool = False,
         priority: int = 0,
         cache_scope: tuple[str, ...] = (),
@@ -94,6 +97,7 @@ class Sequence:
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = num_prompt_tokens
         self.sampling = sampling
+        self.is_pooled = is_pooled
         self.is_alone = is_alone
         self.status = SequenceStatus.WAITING
         self.num_computed = 0

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_worker.lora.cpu_slots import CpuSlots
@@ -172,6 +173,12 @@ class CpuDecoder:
             return best
 
         return wait
+
+    def read_hidden(self, rows: list[int]) -> Tensor:
+        """Normed hidden states [rows, hidden] float32 of these of the wanted rows of the step that is over: from the
+        residual, so nothing is rounded."""
+        hidden = self._buffers.wanted.hidden[rows, : self._config.hidden_size]
+        return F.rms_norm(hidden, (self._config.hidden_size,), self._weights.norm, self._config.rms_norm_eps)
 
     def profile(self) -> dict[str, float]:
         """Seconds by kind of op, over all steps."""

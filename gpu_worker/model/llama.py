@@ -100,6 +100,7 @@ class Llama:
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
         self._scales, self._cos_sin = scales, cos_sin
         self._active = ActiveRows()
+        self._wanted_hidden: Tensor | None = None
 
     def adapt(self, weights: Mapping[tuple[int, str], LoraWeight]) -> None:
         """From now on let `weights`, by layer and projection, add what a step's adapters give."""
@@ -146,7 +147,14 @@ class Llama:
         return _find_best(wait(), vocab_size).tolist
 
     def _compute_logits(self, inputs: StepInputs, cache: KvCache) -> Tensor:
-        return self.logits(self.forward(inputs, cache)[inputs.wanted_rows])
+        self._wanted_hidden = self.forward(inputs, cache)[inputs.wanted_rows]
+        return self.logits(self._wanted_hidden)
+
+    def read_hidden(self, rows: list[int]) -> Tensor:
+        """Normed hidden states [rows, hidden] float32, on the CPU, of these of the wanted rows of the step that is
+        over."""
+        assert self._wanted_hidden is not None, "no step was computed"
+        return self._wanted_hidden[rows].float().cpu()
 
     def profile(self) -> dict[str, float]:
         """Nothing: torch's ops are not timed."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from gpu_worker.engine.batch_plan import DrawnToken
 from gpu_worker.engine.chunks import BatchPlan
@@ -64,6 +65,11 @@ class Decoder(Protocol):
         `vocab_size` ids for each wanted row, the lowest on a tie."""
         ...
 
+    def read_hidden(self, rows: list[int]) -> torch.Tensor:
+        """Normed hidden states [rows, hidden] float32, on the CPU, of these of the wanted rows of the step that is
+        over."""
+        ...
+
     def profile(self) -> dict[str, float]:
         """Seconds by kind of op since the decoder was made; empty where they can't be told apart."""
         ...
@@ -97,6 +103,8 @@ class DecoderRunner:
         self._spare = inputs.twin()
         self._prepared: _Filled | None = None
         self._finish: Callable[[], list[DrawnToken]] | None = None
+        self._pooled: list[int] = []
+        """Which of the step's draws are to give an embedding."""
         self._times = PartTimes()
         self.card = card
         self.adapters = adapters
@@ -166,6 +174,7 @@ class DecoderRunner:
                 self._finish = list
                 return
             filled = self._send(plan)
+            self._pooled = _pooled_draws(plan)
             if self._graphs is None and filled.is_greedy:
                 self._finish = self._start_best()
             else:
@@ -177,6 +186,7 @@ class DecoderRunner:
         finish, self._finish = self._finish, None
         with torch.inference_mode():
             drawn = finish()
+            self._embed(drawn)
             if not drawn and self.device == "cuda":  # what a step costs is learned from such steps, too
                 torch.cuda.current_stream().synchronize()
             return drawn
@@ -196,6 +206,14 @@ class DecoderRunner:
         with a dot is a share of the part before it: `forward.attention` is in `forward`."""
         ops = {f"forward.{name}": seconds for name, seconds in self._model.profile().items()}
         return self._times.seconds() | ops
+
+    def _embed(self, drawn: list[DrawnToken]) -> None:
+        """Put embeddings in place of the draws that are to be ones."""
+        rows, self._pooled = self._pooled, []
+        if rows:
+            vectors = F.normalize(self._model.read_hidden(rows), dim=-1).numpy().astype("<f4")
+            for row, vector in zip(rows, vectors, strict=True):
+                drawn[row] = DrawnToken(0, embedding=vector.tobytes())
 
     def _start_logits(self, filled: _Filled) -> Callable[[], torch.Tensor]:
         with self._times.part("start"):
@@ -250,7 +268,8 @@ class DecoderRunner:
         return filled
 
     def _fill(self, inputs: StepInputs, plan: BatchPlan) -> _Filled:
-        padding = None if self._graphs is None else self._graphs.padding_for(plan)
+        can_replay = self._graphs is not None and not any(chunk.sequence.is_pooled for chunk in plan.chunks)
+        padding = self._graphs.padding_for(plan) if self._graphs is not None and can_replay else None
         inputs.fill(plan, padding, None if self.adapters is None else self.adapters.slots_of(plan))
         is_greedy = all(is_plainly_greedy(chunk.sequence) for chunk in plan.chunks if chunk.is_sampling)
         return _Filled(plan, padding, is_greedy)
@@ -259,6 +278,17 @@ class DecoderRunner:
         """The sequence has left the batch: free its sampling row."""
         with torch.inference_mode():
             self._sampler.forget(sequence)
+
+
+def _pooled_draws(plan: BatchPlan) -> list[int]:
+    """Those of the plan's draws, by number, that end a prompt whose embedding is wanted."""
+    pooled, number = [], 0
+    for chunk in plan.chunks:
+        if chunk.is_sampling:
+            if chunk.sequence.is_pooled and not chunk.is_padding:
+                pooled.append(number)
+            number += 1 + len(chunk.draft)
+    return pooled
 
 
 def _draws(plan: BatchPlan) -> tuple[list[Sequence], list[int]]:

@@ -109,6 +109,9 @@ class TransformersDecoder:
 
     def __init__(self, model: nn.Module, config: CheckpointConfig) -> None:
         self._model, self._config = model, config
+        self._wanted_hidden: Tensor | None = None
+        head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+        head.register_forward_pre_hook(self._note_hidden)
 
     def start_logits(self, inputs: StepInputs, cache: KvCache) -> Callable[[], Tensor]:
         """Launch a step that writes its keys and values into `cache`. The result: raw logits [wanted rows, vocab]
@@ -125,6 +128,12 @@ class TransformersDecoder:
         if inputs.token_ids.device.type == "cpu":
             return lambda: _find_best(wait(), vocab_size).tolist()
         return _find_best(wait(), vocab_size).tolist
+
+    def read_hidden(self, rows: list[int]) -> Tensor:
+        """Normed hidden states [rows, hidden] float32, on the CPU, of these of the wanted rows of the step that is
+        over."""
+        assert self._wanted_hidden is not None, "no step was computed"
+        return self._wanted_hidden[rows].float().cpu()
 
     def profile(self) -> dict[str, float]:
         """Nothing: torch's ops are not timed."""
@@ -147,6 +156,9 @@ class TransformersDecoder:
             raise ConfigError(
                 f"{name} does not fit --model-impl=transformers: attention of layers {step.layers}, not of {num_layers}"
             )
+
+    def _note_hidden(self, head: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        self._wanted_hidden = arguments[0][0]
 
     def _compute_logits(self, inputs: StepInputs, cache: KvCache) -> Tensor:
         step = self._step(inputs.slots, inputs.batch, cache)

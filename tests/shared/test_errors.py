@@ -12,8 +12,8 @@ from shared.errors import MAX_SHOWN_CHARS, BusUnavailable, ConfigError, shorten
 from shared.redis_bus import open_bus
 
 LONG = "x" * 100_000
-TAKEN = ("model", "more_models", "tokenizer", "generation_config", "served_model_name", "host", "api_key", "cache_dir", "data_dir", "state_file",
-         "redis_url", "metrics_host", "failpoints")  # fmt: skip
+TAKEN = ("model", "more_models", "tokenizer", "generation_config", "served_model_name", "host", "api_key", "cache_dir",
+         "data_dir", "state_file", "redis_url", "metrics_host", "failpoints")  # fmt: skip
 """Texts that may be anything when they are read."""
 
 
