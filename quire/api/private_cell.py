@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -54,6 +55,9 @@ class PrivateCell:
         ArgumentError: the services refuse an argument.
         DeploymentError: they cannot be started for another reason.
     """
+
+    patience_s = math.inf
+    """Its launcher starts again what dies, and ends when that is of no use."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.api_key = secrets.token_hex(16)
