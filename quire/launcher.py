@@ -157,6 +157,7 @@ class _Cell:
         self._signals = signals
         self._cleanup = cleanup
         self._supervisor = Supervisor(signals, say, self._write_state)
+        self._supervisor.gives_up = config.parent_pid is not None
         self._redis_url = config.process.redis_url
         self._scaling: WorkerScaling | None = None
         self._is_ready = False

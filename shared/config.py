@@ -356,7 +356,12 @@ class ServeConfig:
     )
     gateways: int = setting(1, "gateways to start, on ports P, P+1, ...", minimum=1, maximum=64)
     data_dir: str = setting("", "folder for the private Redis' data, kept; default: a new one, removed at exit")
-    parent_pid: int | None = setting(None, "with --die-with-parent: the parent's process id", is_hidden=True)
+    parent_pid: int | None = setting(
+        None,
+        "of a program that these services are for: with --die-with-parent, also if it has died "
+        "already; and end when a service keeps dying",
+        is_hidden=True,
+    )
     state_file: str = setting("", "write process ids, ports and the Redis address here as JSON", is_hidden=True)
     model: ModelConfig = field(default_factory=ModelConfig)
     more_models: tuple[str, ...] = setting((), "further models, each with --workers of its own: FOLDER, or NAME=FOLDER "

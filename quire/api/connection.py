@@ -3,8 +3,8 @@
 Design note. What a server refuses for now (429, 503) is asked again after its `Retry-After`. A connection that fails
 before the answer is there is made anew; the request is sent again, since nobody has seen anything of the first one. A
 stream that is cut is taken up at the event where it ended, under its id, at whichever gateway answers: no token is lost
-or doubled. All this goes on while the server answers. When it has said nothing, or known of no worker, for
-`PATIENCE_S`, the caller gets an exception, and at once when the services are our own and have ended.
+or doubled. All this goes on while the server answers. When it has said nothing, or known of no worker, for its
+`patience_s`, the caller gets an exception, and at once when the services are our own and have ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import orjson
 
 from shared.errors import ArgumentError, DeploymentError, QuireError, RequestFailed, shorten
 
-PATIENCE_S = 60.0
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 2.0
 CONNECT_TIMEOUT_S = 10.0
@@ -42,6 +41,11 @@ class Server(Protocol):
     @property
     def api_key(self) -> str | None:
         """What it wants as a bearer token."""
+        ...
+
+    @property
+    def patience_s(self) -> float:
+        """How long it may say nothing, or know of no worker, before a request is given up."""
         ...
 
     def check(self) -> None:
@@ -129,7 +133,7 @@ class _Patience:
 
     def renew(self) -> None:
         """The server does answer."""
-        self._deadline = time.monotonic() + PATIENCE_S
+        self._deadline = time.monotonic() + self._server.patience_s
         self._pause_s = RETRY_FIRST_S
 
     async def wait(self, answer: aiohttp.ClientResponse | None, error: QuireError) -> None:

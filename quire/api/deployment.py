@@ -8,9 +8,13 @@ from typing import Any
 from quire.api.private_cell import PrivateCell
 from shared.errors import ArgumentError, shorten
 
+PATIENCE_S = 60.0
+
 
 class RunningDeployment:
     """One that others keep running. `url` is without /v1."""
+
+    patience_s = PATIENCE_S
 
     def __init__(self, base_url: str, api_key: str | None) -> None:
         self.url = base_url.rstrip("/").removesuffix("/v1")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -55,6 +56,9 @@ class PrivateCell:
         DeploymentError: they cannot be started for another reason.
     """
 
+    patience_s = math.inf
+    """Its launcher starts again what dies, and ends when that is of no use."""
+
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.api_key = secrets.token_hex(16)
         self._arguments = arguments
@@ -87,6 +91,7 @@ class PrivateCell:
         """Stop everything; harmless when it has ended, and in a fork of the process that made it."""
         if os.getpid() != self._owner:
             return
+        self._has_started.wait()
         if self._process is not None:
             for number, timeout_s in ((signal.SIGTERM, STOP_TIMEOUT_S), (signal.SIGTERM, KILL_TIMEOUT_S)):
                 if not self._has_ended.is_set():
@@ -157,7 +162,11 @@ class PrivateCell:
 
 def _tell_warnings(log: IO[bytes], told: set[str]) -> None:
     """Pass on what is new in `log`, warnings once whichever worker has them."""
-    for raw in log.read().decode(errors="replace").splitlines():
+    for data in log.readlines():
+        if not data.endswith(b"\n"):
+            log.seek(-len(data), os.SEEK_CUR)  # the rest of it is being written
+            return
+        raw = data.decode(errors="replace").rstrip("\n")
         _, _, line = raw.partition(" WARNING ")
         if line and line not in told:
             told.add(line)

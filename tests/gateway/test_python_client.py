@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from quire import AsyncLLM, LoRARequest, RequestOutput, RequestOutputKind, SamplingParams
-from quire.api import connection
 from quire.api.client import Client, chat_job, completion_job
 from quire.api.deployment import RunningDeployment
 from quire.api.prompts import Prompt
@@ -217,7 +216,7 @@ async def test_a_cut_stream_goes_on(site: Site) -> None:
 
 async def test_whoever_is_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that never answers should be an exception after a while, for answers and streams."""
-    monkeypatch.setattr(connection, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(RunningDeployment, "patience_s", 0.3)
     client = Client(RunningDeployment("http://127.0.0.1:9", None), "m")
     with pytest.raises(DeploymentError, match="does not answer"):
         await client.complete(job())
@@ -228,7 +227,7 @@ async def test_whoever_is_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 async def test_no_worker_is_given_up(make_site: SiteMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody serves the model the caller should hear so, after a while."""
-    monkeypatch.setattr(connection, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(RunningDeployment, "patience_s", 0.3)
     site = await make_site()
     await site.worker.stop()
     await wait_until_async(lambda: _has_no_worker(site), description="the worker is lost")
