@@ -4,13 +4,14 @@ A template is code from a model folder. The sandbox keeps it from reaching out; 
 takes, no sandbox of Python's can bound. So it runs here, with a limit on this process' memory and one on the time of
 each rendering, and at worst this process dies.
 
-Frames of both directions are a length, 4 bytes little-endian, and JSON. In: first {"source", "variables"}, then
-{"messages"} each. Out: for each but the first {"text"}, {"refused": reason}, {"failed": reason}.
+Frames of both directions are a length, 4 bytes little-endian, and JSON. In: first {"source", "variables", "max_cpu_s"},
+then {"messages"} each. Out: for each but the first {"text"}, {"refused": reason}, {"failed": reason}.
 """
 
 from __future__ import annotations
 
 import datetime
+import math
 import resource
 import sys
 import time
@@ -23,8 +24,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MAX_MEMORY_BYTES = 512 << 20
 MAX_TEXT_CHARS = 8 << 20
 """Of a rendered text: twice what the gateway tokenizes at most."""
-MAX_CPU_S = 10
-"""Of a rendering, should nobody be left to end this process."""
 _MAX_REASON_CHARS = 1000
 _FAILURES = (
     TemplateError,
@@ -94,6 +93,7 @@ def frame(value: Any) -> bytes:
 
 def main() -> None:
     """Render until the other side closes."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     first = read_frame(source)
@@ -102,7 +102,9 @@ def main() -> None:
     setting = orjson.loads(first)
     template: Template | None = None
     while (data := read_frame(source)) is not None:
-        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + MAX_CPU_S, resource.RLIM_INFINITY))
+        # seconds of computing, not of a clock: a machine may be busy; the kernel ends this process by SIGXCPU
+        most = math.ceil(time.process_time()) + setting["max_cpu_s"]
+        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
         try:
             template = template or make_environment().from_string(setting["source"])
             answer = render(template, setting["variables"], orjson.loads(data)["messages"])

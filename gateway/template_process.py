@@ -8,6 +8,7 @@ closes.
 from __future__ import annotations
 
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -22,8 +23,10 @@ from gateway import template_child
 from shared.config import child_environment
 from shared.logs import get_log
 
-RENDER_TIMEOUT_S = 5.0
-"""Of one rendering, on a busy machine, too; real templates take well under 0.1 s for the largest body."""
+MAX_CPU_S = 3
+"""Of one rendering; real templates take well under 0.1 s for the largest body. The kernel counts, in whole seconds."""
+PATIENCE_S = 60.0
+"""Should the process stand still."""
 
 _log = get_log("gateway.template")
 
@@ -37,7 +40,8 @@ class TemplateProcess:
     """
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        self._setting = {"source": source, "variables": dict(variables)}
+        self._max_cpu_s = MAX_CPU_S
+        self._setting = {"source": source, "variables": dict(variables), "max_cpu_s": self._max_cpu_s}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
@@ -45,12 +49,15 @@ class TemplateProcess:
     def render(self, messages: Sequence[Mapping[str, str]]) -> dict[str, str]:
         """What the process answers: `text`, or `refused` or `failed` with a reason."""
         with self._lock:
+            process, data = self._process, template_child.frame({"messages": messages})
+            if process is None:
+                process, data = self._start(), template_child.frame(self._setting) + data
             try:
-                process = self._process or self._start()
-                return _exchange(process, template_child.frame({"messages": messages}), RENDER_TIMEOUT_S)
-            except (OSError, EOFError) as error:
+                return _exchange(process, data)
+            except (OSError, EOFError):
                 self._stop()
-                why = f"took longer than {RENDER_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else "process died"
+                is_long = process.returncode == -signal.SIGXCPU
+                why = f"it computes for longer than {self._max_cpu_s} s" if is_long else "its process died"
                 _log.warning("template.ended", why=why)
                 return {"failed": why}
 
@@ -65,7 +72,6 @@ class TemplateProcess:
             stderr=subprocess.DEVNULL, bufsize=0, env=child_environment({}),
         )  # fmt: skip
         self._process, self._end = process, weakref.finalize(self, _end, process)
-        _write(process, template_child.frame(self._setting))
         return process
 
     def _stop(self) -> None:
@@ -75,17 +81,17 @@ class TemplateProcess:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
+    process.kill()  # which changes nothing where it has ended by itself
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()
 
 
-def _exchange(process: subprocess.Popen[bytes], data: bytes, timeout_s: float) -> dict[str, str]:
-    """The answer to the frame `data`. Raises `TimeoutError`, or `EOFError` when the process has ended."""
+def _exchange(process: subprocess.Popen[bytes], data: bytes) -> dict[str, str]:
+    """The answer to the frame `data`. Raises `OSError` or `EOFError` when the process ends or stands still."""
     _write(process, data)
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + PATIENCE_S
     size = int.from_bytes(_read(process, 4, deadline), "little")
     answer: dict[str, str] = orjson.loads(_read(process, size, deadline))
     return answer
