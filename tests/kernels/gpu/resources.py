@@ -5,8 +5,8 @@ Needs no GPU, and a process that has not imported triton as an interpreter:
     python tests/kernels/gpu/resources.py            # what the tests look at (half a minute)
     python tests/kernels/gpu/resources.py --all      # all head sizes, block sizes, dtypes and groups
 
-A kernel is compiled as a launch with aligned tensors would: pointers and long strides divisible by 16, strides of 1 as
-constants.
+A kernel is compiled as a launch with aligned tensors would: pointers, long strides and sizes of weights divisible by
+16, strides of 1 as constants.
 """
 
 from __future__ import annotations
@@ -28,7 +28,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels import autotune
-from kernels.gpu import kv_copy, kv_write, paged_attention, rms_norm, rotary, sampling, silu_mul
+from kernels.gpu import (
+    fp8_matmul,
+    int4_matmul,
+    kv_copy,
+    kv_write,
+    paged_attention,
+    rms_norm,
+    rotary,
+    sampling,
+    silu_mul,
+    split_sum,
+)
 from kernels.gpu.kv_quantize import FP8, INT8, PLAIN
 from kernels.launch import MIN_DOT, power_of_2
 
@@ -39,6 +50,8 @@ QUANTIZED = {("bf16", 64): (PLAIN, INT8), ("fp16", 128): (PLAIN, FP8)}
 WINDOW = 4096
 WINDOWED = {("bf16", 64), ("fp16", 128)}
 """Of the shapes that the tests look at, those that they see with a window, too."""
+ALIGNED = ("stride_", "num_columns", "in_features")
+"""What numbers that are divisible by 16 begin with."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 REPORT = re.compile(
     r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.DOTALL
@@ -63,7 +76,7 @@ def compile_variant(variant: Variant, capability: int) -> dict[str, object]:
     target = GPUTarget("cuda", capability, 32)
     names = variant.kernel.arg_names
     signature = {name: "constexpr" if name in variant.constants else variant.types.get(name, "i32") for name in names}
-    aligned = [i for i, name in enumerate(names) if signature[name][0] == "*" or name.startswith("stride_")]
+    aligned = [i for i, name in enumerate(names) if signature[name][0] == "*" or name.startswith(ALIGNED)]
     attrs = {(i,): [["tt.divisibility", 16]] for i in aligned if signature[names[i]] != "constexpr"}
     source = ASTSource(variant.kernel, signature, variant.constants, attrs)
     compiled = triton.compile(source, target=target, options=variant.options)
@@ -210,6 +223,25 @@ def draws(vocab: int) -> Iterator[Variant]:
     )  # fmt: skip
 
 
+def quantized_products(dtype: str, group: int) -> Iterator[Variant]:
+    """Products with quantized weights, for few rows and many, and the sum of splits."""
+    types = {f"{name}_ptr": f"*{dtype}" for name in ("out", "x", "bias")} | {"partial_ptr": "*fp32"}
+    types |= {"words_ptr": "*i32", "scales_ptr": "*fp16", "zeros_ptr": "*u8"}
+    for num_rows in (16, 64, 128):
+        tile = autotune.matmul_tile(num_rows)
+        sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "USE_SPLITS": tile.is_split, "USE_BIAS": True}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        constants = {"GROUP": group, "BLOCKS": int4_matmul.SPLIT // 128, "USE_ZEROS": True}
+        yield Variant(name=f"int4 product {dtype} {num_rows} rows group {group}", types=types, options=options,
+                      kernel=int4_matmul._int4_matmul_kernel, constants=sizes | constants)  # fmt: skip
+        constants = {"BLOCK_K": fp8_matmul.BLOCK_K, "SPLIT": fp8_matmul.SPLIT}
+        yield Variant(name=f"fp8 product {dtype} {num_rows} rows", kernel=fp8_matmul._fp8_matmul_kernel,
+                      types=types | {"weight_ptr": "*i8", "scales_ptr": "*fp32"}, options=options,
+                      constants=sizes | constants)  # fmt: skip
+    yield Variant(name=f"sum of splits {dtype}", kernel=split_sum._add_splits_kernel, types=types,
+                  constants={"BLOCK": split_sum.BLOCK, "USE_BIAS": True})  # fmt: skip
+
+
 def variants(capability: int, *, is_complete: bool) -> Iterator[Variant]:
     """What is compiled for sm_`capability`."""
     shapes: Any = itertools.product(DTYPES, (64, 128, 256), (8, 16, 32), (1, 4, 7, 8))
@@ -224,6 +256,7 @@ def variants(capability: int, *, is_complete: bool) -> Iterator[Variant]:
         yield combination(dtype, head_size, 8)
         yield combination(dtype, head_size, 8, WINDOW)
         yield from rows(dtype, hidden, head_size)
+        yield from quantized_products(dtype, 32 if dtype == "bf16" else 128)
     yield from draws(151_936)
 
 

@@ -35,6 +35,7 @@ def test_no_kernel_spills(tmp_path: Path) -> None:
     for capability in SHARED_LIMIT:
         names = {report["name"].split()[0] for report in reports if report["sm"] == capability}
         assert {"attention", "combination", "norm", "add", "silu·mul", "rotary", "kv", "block", "draw"} <= names
+        assert {"int4", "fp8", "sum"} <= names
 
 
 def test_ops_need_no_triton() -> None:
