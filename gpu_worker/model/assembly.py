@@ -188,9 +188,6 @@ def _load_model(
     checkpoint_config: CheckpointConfig, config: WorkerConfig, *, dtype: torch.dtype, device: torch.device,
     model_len: int,
 ) -> Llama:  # fmt: skip
-    if checkpoint_config.attention_softcap is not None and device.type != "cpu":
-        family = checkpoint_config.architecture
-        raise ConfigError(f"--device=cuda: {family} softcaps attention's scores, which is built for --device=cpu only")
     if config.model.quantization != "none" and device.type != "cpu":
         raise ConfigError(f"--quantization={config.model.quantization} is for --device=cpu in this version")
     checkpoint = Checkpoint(Path(config.model.model), dtype=dtype, device=device)

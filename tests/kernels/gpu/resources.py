@@ -2,7 +2,8 @@
 
 Needs no GPU, and a process that has not imported triton as an interpreter:
 
-    python tests/kernels/gpu/resources.py            # what the tests look at (half a minute)
+    python tests/kernels/gpu/resources.py            # what the tests look at (a minute)
+    python tests/kernels/gpu/resources.py --sm 80    # for one of the cards
     python tests/kernels/gpu/resources.py --all      # all head sizes, block sizes, dtypes and groups
 
 A kernel is compiled as a launch with aligned tensors would: pointers, long strides and sizes of weights divisible by
@@ -50,6 +51,8 @@ QUANTIZED = {("bf16", 64): (PLAIN, INT8), ("fp16", 128): (PLAIN, FP8)}
 WINDOW = 4096
 WINDOWED = {("bf16", 64), ("fp16", 128)}
 """Of the shapes that the tests look at, those that they see with a window, too."""
+SOFTCAPPED = ((256, 16, 0), (256, 16, WINDOW), (128, 16, 0), (128, 32, WINDOW))
+"""Head size, block size and window of the models that cap scores."""
 ALIGNED = ("stride_", "num_columns", "in_features")
 """What numbers that are divisible by 16 begin with."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -108,9 +111,11 @@ def _assemble(ptx: str, capability: int) -> dict[str, int]:
 
 
 def attention(
-    dtype: str, head_size: int, block_size: int, group: int, capability: int, *, kind: int, window: int = 0
-) -> Iterator[Variant]:
-    """Both kinds of the attention kernel, over a cache of `kind`, in layers with a window or (0) without."""
+    dtype: str, head_size: int, block_size: int, group: int, capability: int, *, kind: int, window: int = 0,
+    is_capped: bool = False,
+) -> Iterator[Variant]:  # fmt: skip
+    """Both kinds of the attention kernel, over a cache of `kind`, in layers with a window or (0) without, of scores
+    that are softcapped or not."""
     pointers = dict.fromkeys(("out_ptr", "query_ptr", "key_ptr", "value_ptr"), f"*{dtype}")
     if kind != PLAIN:
         pointers |= {"key_ptr": "*i8", "value_ptr": "*i8"}
@@ -120,18 +125,19 @@ def attention(
         "partial_ptr": "*fp32",
         "stats_ptr": "*fp32",
         "scale": "fp32",
+        "softcap": "fp32",
     }
     pointers |= {f"{name}_ptr": "*i32" for name in
                  ("query_starts", "context_lens", "table", "item_starts", "item_sequences")}  # fmt: skip
     decode = autotune.decode_tile(DTYPES[dtype], head_size, group, is_quantized=kind != PLAIN)
     prompt = autotune.prompt_tile(DTYPES[dtype], head_size, group, capability // 10, is_quantized=kind != PLAIN)
-    seen = " window" if window else ""
+    seen = (" window" if window else "") + (" softcap" if is_capped else "")
     for name, tile in (("split", decode), ("prompt", prompt)):
         constants = {
             "GROUP": group, "HEAD_SIZE": head_size, "BLOCK_SIZE": block_size, "SPLIT": autotune.SPLIT_TOKENS,
             "BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "BLOCK_D": power_of_2(head_size, MIN_DOT),
             "USE_SPLITS": name == "split", "stride_key_dim": 1, "stride_value_dim": 1, "stride_scale_slot": 1,
-            "KIND": kind, "WINDOW": window,
+            "KIND": kind, "WINDOW": window, "USE_SOFTCAP": is_capped,
         }  # fmt: skip
         yield Variant(
             name=f"attention {name}{seen} {dtype}{CACHES[kind]} head {head_size} block {block_size} group {group}",
@@ -252,6 +258,8 @@ def variants(capability: int, *, is_complete: bool) -> Iterator[Variant]:
             yield from attention(dtype, head_size, block_size, group, capability, kind=kind)
             if is_complete or (dtype, head_size) in WINDOWED:
                 yield from attention(dtype, head_size, block_size, group, capability, kind=kind, window=WINDOW)
+    for head_size, block_size, window in SOFTCAPPED:
+        yield from attention("bf16", head_size, block_size, 2, capability, kind=PLAIN, window=window, is_capped=True)
     for dtype, head_size, hidden in (("bf16", 64, 896), ("fp16", 128, 4096)):
         yield combination(dtype, head_size, 8)
         yield combination(dtype, head_size, 8, WINDOW)
@@ -262,7 +270,8 @@ def variants(capability: int, *, is_complete: bool) -> Iterator[Variant]:
 
 def main() -> None:
     is_complete = "--all" in sys.argv[1:]
-    for capability in (80, 90):
+    wanted = [int(sm) for option, sm in itertools.pairwise(sys.argv) if option == "--sm"]
+    for capability in wanted or (80, 90):
         for variant in variants(capability, is_complete=is_complete):
             print(json.dumps(compile_variant(variant, capability), ensure_ascii=False), flush=True)
 
