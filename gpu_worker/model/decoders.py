@@ -51,7 +51,7 @@ def load_decoder(
     Raises:
         ConfigError: the checkpoint, a flag or the machine does not allow it.
     """
-    _refuse_for_device(checkpoint_config, config, device)
+    _refuse_for_device(config, device)
     if config.engine.enable_lora and checkpoint_config.is_foreign:
         family = checkpoint_config.architecture
         raise ConfigError(f"--enable-lora: adapters are for quire's own model families; transformers computes {family}")
@@ -72,13 +72,8 @@ def load_decoder(
     return LoadedDecoder(model=model, way="torch", layout=layout, adapters=adapters)
 
 
-def _refuse_for_device(checkpoint_config: CheckpointConfig, config: WorkerConfig, device: torch.device) -> None:
-    if device.type == "cpu":
-        return
-    if checkpoint_config.attention_softcap is not None:
-        family = checkpoint_config.architecture
-        raise ConfigError(f"--device=cuda: {family} softcaps attention's scores, which is built for --device=cpu only")
-    if config.model.quantization != "none":
+def _refuse_for_device(config: WorkerConfig, device: torch.device) -> None:
+    if config.model.quantization != "none" and device.type != "cpu":
         raise ConfigError(f"--quantization={config.model.quantization} is for --device=cpu in this version")
 
 

@@ -123,13 +123,6 @@ def test_bits_do_not_depend_on_chunks(name: str, families: Families) -> None:
         assert torch.cosine_similarity(expected, logits, dim=0) > 0.9
 
 
-def test_softcapped_scores_are_refused_on_cuda(families: Families, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU worker should say at its start that it does not compute a Gemma 2."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="--device=cuda: Gemma2ForCausalLM softcaps attention's scores"):
-        make_runner(families.folder("gemma2"), device="cuda")
-
-
 def test_shards_of_experts_are_read(families: Families, tmp_path: Path) -> None:
     """A checkpoint in several files should give the tokens of one in a single file."""
     folder = write_tiny_model(FAMILIES["mixtral"], tmp_path / "sharded", max_shard_size="200KB")
