@@ -155,7 +155,7 @@ class IntakeDesk:
 
     def _build(self, kind: str, read: _Read, max_tokens: int) -> Intake:
         request = read.request
-        options = request.stream_options
+        options, adapter = request.stream_options, read.served.adapter
         body = RequestBody(
             kind=kind,
             model=read.served.name,
@@ -171,6 +171,8 @@ class IntakeDesk:
             num_returned=(request.n or 1) if request.is_choosy else None,
             hides_logprobs=request.is_choosy and request.num_logprobs is None,
             card=read.served.text.card_id,
+            adapter="" if adapter is None else adapter.content,
+            adapter_path="" if adapter is None else adapter.path,
         )
         return Intake(
             request_id=new_request_id(kind),

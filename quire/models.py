@@ -44,6 +44,9 @@ def _check_several(config: ServeConfig) -> None:
     if config.model.served_model_name:
         shown = shorten(" ".join(config.model.served_model_name))
         raise ConfigError(f"--served-model-name={shown}: there are several models; name each, as NAME=FOLDER")
+    if config.model.lora_modules:
+        raise ConfigError(f"--lora-modules={shorten(' '.join(config.model.lora_modules))}: there are several models; "
+                          "load adapters by HTTP, which names theirs (--enable-lora-updates)")  # fmt: skip
     if config.scaling.autoscale:
         raise ConfigError(f"--autoscale={shorten(config.scaling.autoscale)}: is for one model; give --workers, which "
                           "start for each of several models")  # fmt: skip

@@ -10,8 +10,7 @@ import torch
 from gpu_worker.engine.chunks import BatchPlan, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.engine.swap import HostMemory
-from gpu_worker.lora.assembly import cpu_adapters, torch_adapters
-from gpu_worker.lora.loaded import LoadedAdapters
+from gpu_worker.lora.assembly import adapt
 from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.cpu_kernels import load_cpu_decoder, open_pool
 from gpu_worker.model.families import read_config
@@ -56,16 +55,12 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
     layout = _layout(checkpoint_config, engine, dtype)
     pool = open_pool(config, checkpoint_config, layout, dtype) if device.type == "cpu" else None
     model: Decoder
-    adapters: LoadedAdapters | None
     if pool is not None:
         layout = replace(layout, is_packed=True)
-        cpu_slots, adapters = cpu_adapters(checkpoint_config, engine, dtype)
-        model = load_cpu_decoder(
-            checkpoint_config, config, layout, pool, dtype=dtype, model_len=model_len, adapters=cpu_slots
-        )
+        model = load_cpu_decoder(checkpoint_config, config, layout, pool, dtype=dtype, model_len=model_len)
     else:
         model = _load_model(checkpoint_config, config, dtype=dtype, device=device, model_len=model_len)
-        adapters = torch_adapters(checkpoint_config, engine, model, dtype=dtype, device=device)
+    adapters = adapt(model, checkpoint_config, engine, dtype=dtype, device=device)
     window = shared_window(checkpoint_config) or 0
     size = _size_kv(_need(config, layout, window, model_len), config, model, device)
     arithmetic = _arithmetic(config, dtype_name, layout.dtype, pool) + _rope_choice(checkpoint_config, model_len)
@@ -210,9 +205,10 @@ def _load_model(
 
 
 def _arithmetic(config: WorkerConfig, dtype: str, kv_dtype: torch.dtype, pool: Pool | None) -> str:
-    """A name that is the same where results are."""
+    """A name that is the same where results are, of requests with adapters, too: only some workers have them."""
     way = "torch" if pool is None else f"cpu kernels {pool.isa.value}"
-    return f"{dtype} {config.model.quantization} {way} kv {str(kv_dtype).removeprefix('torch.')}"
+    adapted = " adapters" if config.engine.enable_lora else ""
+    return f"{dtype} {config.model.quantization} {way} kv {str(kv_dtype).removeprefix('torch.')}{adapted}"
 
 
 def _key_cost(config: CheckpointConfig) -> float:

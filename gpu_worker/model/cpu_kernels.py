@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from gpu_worker.lora.cpu_slots import CpuSlots
 from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.cpu_decoder import CpuDecoder
 from gpu_worker.model.kv_layout import KvLayout
@@ -102,7 +101,7 @@ def num_threads(config: WorkerConfig) -> int:
 
 def load_cpu_decoder(
     checkpoint_config: CheckpointConfig, config: WorkerConfig, layout: KvLayout, pool: Pool, *, dtype: torch.dtype,
-    model_len: int, adapters: CpuSlots | None = None,
+    model_len: int,
 ) -> CpuDecoder:  # fmt: skip
     """The model of `dtype` on the CPU kernels, its weights from the cache folder if they were packed before.
 
@@ -113,8 +112,7 @@ def load_cpu_decoder(
         weights = _load_weights(checkpoint_config, config, dtype)
         (rope,) = checkpoint_config.distinct_ropes
         cos_sin = rotary_table(rope, checkpoint_config.head_size, model_len, torch.device("cpu"))
-    return CpuDecoder(checkpoint_config, weights, pool, cos_sin=cos_sin, kv=layout.kv_shape, dtype=dtype,
-                      adapters=adapters)  # fmt: skip
+    return CpuDecoder(checkpoint_config, weights, pool, cos_sin=cos_sin, kv=layout.kv_shape, dtype=dtype)
 
 
 def _load_weights(checkpoint_config: CheckpointConfig, config: WorkerConfig, dtype: torch.dtype) -> PackedModel:
