@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from gateway import limits
+from gateway.adapters import AdapterDesk
 from gateway.auth import KeyRing
 from gateway.background import Background
 from gateway.body_budget import BodyBudget
@@ -24,7 +25,7 @@ from gateway.middleware import add_headers, guard
 from gateway.model_folder import ModelFolder, read_model
 from gateway.prefixes import PrefixNamer
 from gateway.relay import Relay
-from gateway.routes import generate, models, operations
+from gateway.routes import adapters, generate, models, operations
 from gateway.served_model import ModelText
 from gateway.server import HttpServer
 from gateway.state import GATEWAY, Gateway
@@ -73,10 +74,12 @@ class GatewayApp:
         await self._look()
         try:
             await gateway.directory.load_cards()
+            await gateway.adapters.read()
         except BusError as error:
             _log.warning("cards.awaited", error=error)
         self._spawn("health", self._look, POLL_S)
         self._spawn("cards", gateway.directory.load_cards, POLL_S)
+        self._spawn("adapters", gateway.adapters.read, POLL_S)
         try:
             async with asyncio.timeout(SUBSCRIBE_PATIENCE_S):
                 await gateway.relay.is_subscribed.wait()
@@ -152,6 +155,7 @@ def _make_gateway(config: GatewayConfig, bus: Bus, pool: TextPool) -> Gateway:
     keys, price = KeyRing(config.http.api_key), config.http.price_per_hour
     return Gateway(
         gateway_id=gateway_id,
+        adapters=AdapterDesk(bus, directory, config.http, config.model),
         http=config.http,
         bus=bus,
         started_at=unix_now(),
@@ -209,4 +213,11 @@ def _make_application(gateway: Gateway) -> web.Application:
             web.get("/metrics", operations.get_metrics),
         ]
     )
+    if gateway.adapters.keys is not None:
+        app.add_routes(
+            [
+                web.post("/v1/load_lora_adapter", adapters.post_load),
+                web.post("/v1/unload_lora_adapter", adapters.post_unload),
+            ]
+        )
     return app

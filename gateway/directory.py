@@ -24,7 +24,7 @@ from gateway.served_model import ModelText, ServedModel
 from shared.bus import WorkerPulse
 from shared.clock import Clock
 from shared.errors import InvalidRequest, NotFound, Overloaded, shorten
-from shared.messages import RequestBody, WorkerHello
+from shared.messages import AdapterCard, RequestBody, WorkerHello
 
 
 class ModelDirectory:
@@ -49,6 +49,15 @@ class ModelDirectory:
         self._served = {name: ServedModel(name=name, text=own) for name in names if own is not None}
         self._seen_at: dict[str, float] = {}
         self._coming: frozenset[str] = frozenset()
+        self._adapters: dict[str, AdapterCard] = {}
+
+    def is_model(self, name: str) -> bool:
+        """Whether a model, not an adapter, is served or expected under `name`."""
+        return name in self._served or name in self._expected
+
+    def take_adapters(self, cards: dict[str, AdapterCard]) -> None:
+        """These are the adapters that are registered now."""
+        self._adapters = cards
 
     def look(self) -> None:
         """Take in which workers live now."""
@@ -90,6 +99,9 @@ class ModelDirectory:
             return self._find_only(served)
         if name in served:
             return served[name]
+        adapter = self._find_adapter(name)
+        if adapter is not None:
+            return adapter
         if name in self._expected or name in self._coming or not served:
             raise _no_worker()
         raise NotFound(f"model: {shorten(name)!r} is not served here; served: {_join(served)}", param="model",
@@ -100,12 +112,14 @@ class ModelDirectory:
         `BusError`."""
         if body.card:
             return self._library.get(body.card) or await self._library.load(body.card)
-        served = self._served.get(body.model)
+        served = self._served.get(body.model) or self._find_adapter(body.model)
         return None if served is None else served.text
 
     def list_served(self) -> list[ServedModel]:
-        """What `/v1/models` shows: the gateway's own model, and those that live."""
-        return [s for s in self._served.values() if s.text is self._own or self.find_worker(s) is not None]
+        """What `/v1/models` shows: the gateway's own model, those that live, and adapters that some worker takes."""
+        models = [s for s in self._served.values() if s.text is self._own or self.find_worker(s) is not None]
+        adapters = [self._find_adapter(name) for name in sorted(self._adapters) if name not in self._served]
+        return models + [s for s in adapters if s is not None and self.find_worker(s) is not None]
 
     def find_worker(self, served: ServedModel) -> WorkerHello | None:
         """The worker that a new request is checked against: of the group that gets it, the one that can hold the
@@ -177,7 +191,15 @@ class ModelDirectory:
         return self._expected if self._is_of_own_name(worker) else worker.served_names
 
     def _is_worker_of(self, served: ServedModel, worker: WorkerHello) -> bool:
-        return served.name in self._names_of(worker) and self._text_of(worker) is served.text
+        is_able = served.adapter is None or worker.max_loras > 0
+        is_named = served.model_name in self._names_of(worker)
+        return is_able and is_named and self._text_of(worker) is served.text
+
+    def _find_adapter(self, name: str) -> ServedModel | None:
+        """What an adapter's name stands for; None: there is none, or its model is not served."""
+        card = self._adapters.get(name)
+        model = None if card is None else self._served.get(card.model)
+        return None if card is None or model is None else ServedModel(name=name, text=model.text, adapter=card)
 
     def _is_of_own_name(self, worker: WorkerHello) -> bool:
         return not self._own_names.isdisjoint(worker.served_names)

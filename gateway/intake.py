@@ -159,7 +159,7 @@ class IntakeDesk:
 
     def _build(self, kind: str, read: _Read, max_tokens: int) -> Intake:
         request = read.request
-        options = request.stream_options
+        options, adapter = request.stream_options, read.served.adapter
         body = RequestBody(
             kind=kind,
             model=read.served.name,
@@ -177,6 +177,8 @@ class IntakeDesk:
             card=read.served.text.card_id,
             returns_token_ids=bool(request.return_token_ids),
             names_tokens_by_id=bool(request.return_tokens_as_token_ids),
+            adapter="" if adapter is None else adapter.content,
+            adapter_path="" if adapter is None else adapter.path,
         )
         return Intake(
             request_id=new_request_id(kind),

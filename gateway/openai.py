@@ -181,6 +181,19 @@ class DetokenizeBody(_Body):
     return_token_strs: bool | None = None
 
 
+class UnloadAdapterBody(_Body):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str | None = None
+
+
+class LoadAdapterBody(UnloadAdapterBody):
+    """POST /v1/load_lora_adapter. `base_model_name`: where several models are served, which one it changes."""
+
+    lora_path: Annotated[str, Field(max_length=4096)] | None = None
+    base_model_name: Annotated[str, Field(max_length=512)] | None = None
+
+
 def parse_json(data: bytes) -> dict[str, Any]:
     """The JSON object in a request's body.
 

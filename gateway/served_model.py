@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from gateway.detokenize import TokenText
 from gateway.model_folder import ModelFolder
 from gateway.prompt import PromptEncoder
+from shared.messages import AdapterCard
 
 
 class ModelText:
@@ -33,4 +34,9 @@ class ServedModel:
 
     name: str
     text: ModelText
-    adapter: str | None = None
+    adapter: AdapterCard | None = None
+
+    @property
+    def model_name(self) -> str:
+        """What the model itself is called."""
+        return self.name if self.adapter is None else self.adapter.model

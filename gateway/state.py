@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from gateway.adapters import AdapterDesk
 from gateway.auth import KeyRing
 from gateway.background import Background
 from gateway.body_budget import BodyBudget
@@ -29,6 +30,7 @@ class Gateway:
     """The parts."""
 
     gateway_id: GatewayId
+    adapters: AdapterDesk
     http: HttpConfig
     bus: Bus
     started_at: int

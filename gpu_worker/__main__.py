@@ -10,12 +10,14 @@ import uvloop
 
 from gpu_worker.devices import claim_gpu
 from gpu_worker.engine.engine import EngineBroken
+from gpu_worker.lora.modules import read_modules
 from gpu_worker.metrics import WorkerMetrics
 from gpu_worker.service import LoadedModel, Place, WorkerService, new_place
 from shared import failpoints, logs, process
 from shared.bus import Bus
 from shared.config import WorkerConfig, load, refuse_long_paths
 from shared.errors import BusError, ConfigError, shorten
+from shared.messages import AdapterCard
 from shared.metrics import serve_metrics
 from shared.model_card import ModelCard, read_card
 from shared.redis_bus import open_bus
@@ -52,8 +54,6 @@ def _check(config: WorkerConfig) -> None:
         raise ConfigError("--redis-url: name a Redis (only `quire serve` starts one by itself)")
     if not config.model.model:
         raise ConfigError("--model: name a model folder")
-    if config.engine.enable_lora:
-        raise ConfigError("--enable-lora: requests cannot name an adapter in this version; leave it out")
 
 
 async def _run(config: WorkerConfig) -> None:
@@ -63,36 +63,42 @@ async def _run(config: WorkerConfig) -> None:
     server = None if port is None else serve_metrics(metrics.registry, host=config.process.metrics_host, port=port)
     try:
         place = await claim_gpu(bus, config.engine.device, new_place())
-        model = await _load_model(bus, config, place)
+        model, adapters = await _load_model(bus, config, place)
         stop = asyncio.Event()
         process.install_stop_signals(stop)
         process.settle_memory()
-        await WorkerService(bus, config, model, place, metrics.take, card=_read_card(config)).run(stop)
+        card = _read_card(config)
+        await WorkerService(bus, config, model, place, metrics.take, card=card, adapters=adapters).run(stop)
     finally:
         await bus.close()
         if server is not None:
             server.close()
 
 
-async def _load_model(bus: Bus, config: WorkerConfig, place: Place) -> LoadedModel:
-    """The model, loaded in this very thread (the current CUDA device is a thread's); a failure frees the claim."""
+async def _load_model(
+    bus: Bus, config: WorkerConfig, place: Place
+) -> tuple[LoadedModel, tuple[AdapterCard, ...]]:  # fmt: skip
+    """The model, loaded in this very thread (the current CUDA device is a thread's), and the adapters it is served
+    with; a failure frees the claim."""
     process.pause_garbage_collector()
     from gpu_worker.model.assembly import load_runner
 
     _log.info("model.loading", model=shorten(config.model.model))
     since = time.monotonic()
-    model: LoadedModel | None = None
+    adapters: tuple[AdapterCard, ...] | None = None
     try:
-        model = load_runner(config)
+        model: LoadedModel = load_runner(config)
+        source = model.adapter_source
+        adapters = () if source is None else read_modules(config.model, source)
     finally:
-        if model is None:
+        if adapters is None:
             await _give_claim_back(bus, place)
     _log.info(
         "model.loaded", seconds=time.monotonic() - since, device=model.device, dtype=model.dtype,
         fingerprint=model.fingerprint, max_model_len=model.max_model_len,
         kv_tokens=model.num_blocks * model.block_size,
     )  # fmt: skip
-    return model
+    return model, adapters
 
 
 def _read_card(config: WorkerConfig) -> ModelCard | None:

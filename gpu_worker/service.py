@@ -23,6 +23,7 @@ from gpu_worker.engine_thread import Withdraw
 from gpu_worker.inbox import Inbox
 from gpu_worker.incarnation import Incarnation
 from gpu_worker.ledger import Release
+from gpu_worker.lora.modules import AdapterSource
 from gpu_worker.outbox import Outbox
 from gpu_worker.probed_runner import ProbedRunner
 from gpu_worker.pulse import DeclaredDead, Heart, Reporter
@@ -32,7 +33,7 @@ from shared.config import EngineConfig, WorkerConfig
 from shared.errors import BusError
 from shared.ids import WorkerId, new_incarnation
 from shared.logs import get_log
-from shared.messages import WorkerHello, WorkerReport
+from shared.messages import AdapterCard, WorkerHello, WorkerReport
 from shared.model_card import ModelCard, pack_card
 
 SWITCH_INTERVAL_S = 0.0005
@@ -70,6 +71,11 @@ class LoadedModel(ModelRunner, Protocol):
     @property
     def host_memory(self) -> HostMemory | None:
         """For blocks of its cache."""
+        ...
+
+    @property
+    def adapter_source(self) -> AdapterSource | None:
+        """Where adapters come from; None: there are none."""
         ...
 
 
@@ -120,6 +126,7 @@ class WorkerService:
     Args:
         on_report: called with each report sent, for the metrics.
         card: of the model; None: gateways know it.
+        adapters: to be registered.
     """
 
     def __init__(
@@ -131,7 +138,9 @@ class WorkerService:
         on_report: Callable[[WorkerReport], None] = lambda _: None,
         *,
         card: ModelCard | None = None,
+        adapters: tuple[AdapterCard, ...] = (),
     ) -> None:
+        self._adapters = adapters
         self._card = card
         self._card_id = "" if card is None else card.card_id
         self._bus = bus
@@ -182,7 +191,7 @@ class WorkerService:
         reporter = Reporter(mine, self._on_report)
         heart = Heart(mine, lease_s=self._config.process.worker_lease_s)
         loops = (
-            Inbox(mine, reporter.evictions_at).run(),
+            Inbox(mine, reporter.evictions_at, self._model.adapter_source).run(),
             Outbox(mine).run(),
             heart.run(),
             reporter.run(),
@@ -218,6 +227,8 @@ class WorkerService:
                     await self._bus.claim_device(mine.worker_id, [self._place.device_id])
                 if self._card is not None and not await self._bus.use_card(self._card_id):
                     await self._bus.put_card(self._card_id, await asyncio.to_thread(pack_card, self._card))
+                for adapter in self._adapters:
+                    await self._bus.put_adapter(adapter)
                 await self._bus.hello(self._describe(mine.worker_id))
             except BusError as error:
                 _log.recurring("hello.failed", error=error)
@@ -277,6 +288,7 @@ class WorkerService:
             step_tokens=self._config.engine.step_tokens(self._model.max_model_len),
             names=names,
             card=self._card_id,
+            max_loras=0 if self._model.adapter_source is None else self._config.engine.max_loras,
         )
 
 

@@ -47,6 +47,9 @@ def _check_several(config: ServeConfig) -> None:
     if config.model.tokenizer:
         raise ConfigError(f"--tokenizer={shorten(config.model.tokenizer)}: there are several models; put the tokenizer "
                           "of each into its folder")  # fmt: skip
+    if config.model.lora_modules:
+        raise ConfigError(f"--lora-modules={shorten(' '.join(config.model.lora_modules))}: there are several models; "
+                          "load adapters by HTTP, which names theirs (--enable-lora-updates)")  # fmt: skip
     if config.scaling.autoscale:
         raise ConfigError(f"--autoscale={shorten(config.scaling.autoscale)}: is for one model; give --workers, which "
                           "start for each of several models")  # fmt: skip

@@ -98,6 +98,9 @@ def _split_secrets(service: object) -> tuple[object, dict[str, str]]:
             raise ConfigError("--api-key: a key cannot hold a comma")
         environment[flags.variable("api_key")] = ",".join(service.http.api_key)
         service = replace(service, http=replace(service.http, api_key=()))
+    if isinstance(service, GatewayConfig) and service.http.admin_key:
+        environment[flags.variable("admin_key")] = service.http.admin_key
+        service = replace(service, http=replace(service.http, admin_key=""))
     if isinstance(service, GatewayConfig | SchedulerConfig | WorkerConfig):
         environment[flags.variable("redis_url")] = service.process.redis_url
         service = replace(service, process=replace(service.process, redis_url=""))

@@ -6,9 +6,27 @@ import hashlib
 from pathlib import Path
 
 from shared.errors import ConfigError, shorten
+from shared.paths import expand
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PIECE_BYTES = 1 << 20
+
+
+def parse_lora_modules(texts: tuple[str, ...]) -> dict[str, Path]:
+    """The folders of `--lora-modules` by name.
+
+    Raises:
+        ConfigError: an entry is not NAME=FOLDER, or a name comes twice.
+    """
+    modules: dict[str, Path] = {}
+    for text in texts:
+        name, separator, folder = text.partition("=")
+        if not (name and separator and folder):
+            raise ConfigError(f"--lora-modules={shorten(text)}: must be NAME=FOLDER")
+        if name in modules:
+            raise ConfigError(f"--lora-modules={shorten(text)}: the name comes twice; give each adapter its own")
+        modules[name] = expand("--lora-modules", folder)
+    return modules
 
 
 def content_hash(folder: Path) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
+from shared.adapter_ops import AdapterOps
 from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId
 from shared.limits import EMPTY_QUEUE, NO_BUDGET, UNLIMITED, QueueDepth, RefusalReason, TenantBudget, TenantLimits
 from shared.messages import (
@@ -447,7 +448,7 @@ class Subscribed:
     """The subscription is (again) confirmed."""
 
 
-class Bus(RequestOps, LeaderOps, WorkerOps, GatewayOps, Protocol):
+class Bus(RequestOps, LeaderOps, WorkerOps, GatewayOps, AdapterOps, Protocol):
     """Everything, as one object."""
 
     async def ping(self) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shared import flags
+from shared.adapters import parse_lora_modules
 from shared.errors import ConfigError, shorten
 from shared.flags import setting
 from shared.limits import MAX_LIMIT, TenantLimits, parse_tenant_limits
@@ -73,6 +74,8 @@ class ModelConfig:
                                         minimum=1)  # fmt: skip
     dtype: str = setting("auto", "of weights, and of KV by default; auto: the checkpoint's", choices=(
         "auto", "float32", "bfloat16", "float16"))  # fmt: skip
+    lora_modules: tuple[str, ...] = setting((), "adapters that are served from the start, each as NAME=FOLDER (with "
+                                            "--enable-lora)", may_be_empty=False)  # fmt: skip
     quantization: str = setting("none", "quantize a float checkpoint at load, activations to int8 (CPU only); "
                                 "int4 keeps an int8 output projection. How a quantized checkpoint is stored its own "
                                 "config.json says; its method may be named here and must be that one", choices=(
@@ -101,6 +104,11 @@ class HttpConfig:
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0: every one of this machine", may_be_empty=False)
     port: int = setting(8000, "first port; gateway i listens on port + i (0: any free one)", minimum=0, maximum=65535)
     api_key: tuple[str, ...] = setting((), "key(s) that clients must send as a bearer token; none: open")
+    enable_lora_updates: bool = setting(
+        False, "POST /v1/load_lora_adapter and /v1/unload_lora_adapter, for --admin-key; folders below --lora-dir and "
+        "those of --lora-modules may be loaded")  # fmt: skip
+    lora_dir: tuple[str, ...] = setting((), "folder(s) below which adapters may be loaded by HTTP", may_be_empty=False)
+    admin_key: str = setting("", "bearer token of those who may load and unload adapters")
     max_body_bytes: int = setting(16 * 1024 * 1024, "largest request body", minimum=1024)
     body_timeout_s: float = setting(30.0, "how long a client may take to send its body", minimum=0.1, maximum=A_YEAR_S)
     request_timeout_s: float = setting(600.0, "deadline of a request", minimum=1, maximum=A_YEAR_S)
@@ -387,6 +395,7 @@ def load(config_class: type[C], argv: list[str], *, program: str, description: s
     _check_engine(config)
     if isinstance(model := getattr(config, "model", None), ModelConfig):
         model.check()
+    _check_lora(config)
     scheduling = getattr(config, "scheduling", None)
     if isinstance(scheduling, SchedulingConfig):
         scheduling.weights()
@@ -421,3 +430,16 @@ def _check_engine(config: object) -> None:
         return
     engine.speculation()
     engine.check_swap()
+
+
+def _check_lora(config: object) -> None:
+    model, engine, http = (getattr(config, name, None) for name in ("model", "engine", "http"))
+    if isinstance(model, ModelConfig):
+        parse_lora_modules(model.lora_modules)
+        if model.lora_modules and isinstance(engine, EngineConfig) and not engine.enable_lora:
+            raise ConfigError(f"--lora-modules={shorten(' '.join(model.lora_modules))}: needs --enable-lora")
+    if isinstance(http, HttpConfig) and http.enable_lora_updates:
+        if not http.admin_key:
+            raise ConfigError("--enable-lora-updates: set --admin-key, which those who load adapters must send")
+        if http.admin_key in http.api_key:
+            raise ConfigError("--admin-key: is one of --api-key, so clients could load adapters; choose another")

@@ -22,6 +22,7 @@
 | `wish` | hash | `num_workers` that the leader would like, ids of those `leaving` | leader; who starts workers | kept |
 | `card:{hash}` | string | a model's card, `shared/model_card.py` | workers; gateways | see `cards` |
 | `cards` | sorted set | hash of a card: rises with each use; those that workers name, few others | workers | kept |
+| `adapters` | hash | name: an adapter's `AdapterCard` | workers, gateways; gateways | kept until it is unloaded |
 | `dead` | stream, capped | undecodable messages: source, bytes, why | all; people | kept |
 
 Channel `tok:{gateway}` carries what the commit and end scripts appended, for the listeners of that gateway.
@@ -49,12 +50,13 @@ DEVICES = "devices"
 PREFIX_KEY = "prefix_key"
 WISH = "wish"
 CARDS = "cards"
+ADAPTERS = "adapters"
 DEAD = "dead"
 SUBMIT_GROUP = "schedulers"
 
 STANDING_KEYS = frozenset(
     {LIVE, LIVE_TOKENS, QUEUE, IN_FLIGHT, SPENT, WORKED, SUBMIT, REPORTS, LEADER, WORKERS, GATEWAYS, DEVICES}
-    | {PREFIX_KEY, WISH, CARDS, DEAD}
+    | {PREFIX_KEY, WISH, CARDS, ADAPTERS, DEAD}
 )
 """Keys that may exist when no request and no worker does (an empty one may be absent)."""
 

@@ -36,6 +36,7 @@ from shared.memory_records import Entry, MemoryStream, MemorySubscription
 from shared.memory_steps import MemorySteps
 from shared.messages import (
     AbortRequest,
+    AdapterCard,
     Message,
     PreemptRequest,
     RequestBody,
@@ -229,6 +230,17 @@ class MemoryBus:
 
     async def read_wish(self) -> WorkerWish | None:
         return self.steps.wish
+
+    # AdapterOps
+
+    async def put_adapter(self, card: AdapterCard) -> None:
+        self.steps.adapters[card.name] = card
+
+    async def drop_adapter(self, name: str) -> bool:
+        return self.steps.adapters.pop(name, None) is not None
+
+    async def read_adapters(self) -> dict[str, AdapterCard]:
+        return dict(self.steps.adapters)
 
     # GatewayOps
 

@@ -32,6 +32,7 @@ from shared.memory_records import MemoryRecord, MemoryStream, MemoryWorker, to_o
 from shared.memory_tenants import MemoryTenants
 from shared.messages import (
     AbortRequest,
+    AdapterCard,
     Message,
     PreemptRequest,
     RequestEnded,
@@ -77,6 +78,7 @@ class MemorySteps:
         self.devices: dict[str, WorkerId] = {}
         self.prefix_key = new_key()
         self.cards: dict[str, bytes] = {}
+        self.adapters: dict[str, AdapterCard] = {}
         """The latest one last."""
         self.tenants = MemoryTenants()
         self.wish: WorkerWish | None = None

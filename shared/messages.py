@@ -10,6 +10,7 @@
 | `WorkerReport` | worker → scheduler, gateways | `reports` stream |
 | `RequestEnded` | end script → scheduler (`reports`), gateways (`tok:{gateway}`) | |
 | `TokenChunk` | commit script → gateways | `tok:{gateway}` |
+| `AdapterCard` | worker, gateway → gateways | `adapters` hash |
 
 Frozen, slotted dataclasses of plain types; `shared/wire.py` turns them to bytes and back. New fields come only with
 defaults. Token ids, lengths and block counts are non-negative ints; times are named with their unit.
@@ -96,7 +97,8 @@ class RequestBody:
     `num_returned` (`best_of`): of each prompt's `n` choices the client gets so many, those with the highest mean log
     probability a token; None: all. `hides_logprobs`: the log holds logprobs for that comparison only.
     `include_cost`: usage says what the request cost, so its worker writes that with each commit. `card` names the
-    model card by which its log is rendered (`shared/model_card.py`); "": by the name of the model.
+    model card by which its log is rendered (`shared/model_card.py`); "": by the name of the model. `adapter`: hash of
+    the content of the adapter that it runs with, read from `adapter_path` by workers that do not hold it; "": none.
     `returns_token_ids`: the client gets prompt and output as token ids, too. `names_tokens_by_id`: logprobs name tokens
     by their ids. `encoding_format` of embeddings: "float" or "base64".
     """
@@ -119,6 +121,8 @@ class RequestBody:
     returns_token_ids: bool = False
     names_tokens_by_id: bool = False
     encoding_format: str = "float"
+    adapter: str = ""
+    adapter_path: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +169,8 @@ class WorkerHello:
     `num_swap_blocks` fit into its host memory; `preemption_mode` is one of `shared/preemption.py`. A query sees
     `window` tokens at most (0: all), a step computes `step_tokens` at most: what a sequence holds, by
     `shared/capacity.py`. `settings`: further flags and their values, for people and `/metrics`. `names`: all under
-    which the model is served, `model` the first of them. `card` names the model's card, "": it has none."""
+    which the model is served, `model` the first of them. `card` names the model's card, "": it has none. `max_loras`:
+    adapters that a step may have, 0: none."""
 
     worker_id: WorkerId
     model: str
@@ -187,6 +192,7 @@ class WorkerHello:
     step_tokens: int = 0
     names: tuple[str, ...] = ()
     card: str = ""
+    max_loras: int = 0
 
     @property
     def num_resident(self) -> int:
@@ -293,6 +299,17 @@ class TokenChunk:
     data: bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterCard:
+    """An adapter that requests may name. `model`: a name of the model that it changes. `path`: its folder, for workers
+    that do not hold `content`, the hash of its files (`shared/adapters.py`)."""
+
+    name: str
+    model: str
+    path: str
+    content: str
+
+
 Message = (
     SubmitRequest
     | RequestBody
@@ -303,6 +320,7 @@ Message = (
     | WorkerReport
     | RequestEnded
     | TokenChunk
+    | AdapterCard
 )
 
 TAGS: dict[str, type] = {
@@ -315,4 +333,5 @@ TAGS: dict[str, type] = {
     "report": WorkerReport,
     "ended": RequestEnded,
     "chunk": TokenChunk,
+    "adapter": AdapterCard,
 }

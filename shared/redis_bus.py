@@ -37,6 +37,7 @@ from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId, wo
 from shared.limits import QueueDepth
 from shared.messages import (
     AbortRequest,
+    AdapterCard,
     PreemptRequest,
     RequestBody,
     RequestEnded,
@@ -279,6 +280,24 @@ class RedisBus:
 
     async def prefix_key(self) -> bytes:
         return bytes(await self._link.run(scripts.PREFIX_KEY, new_key()))
+
+    # AdapterOps
+
+    async def put_adapter(self, card: AdapterCard) -> None:
+        await self._link.call("HSET", keys.ADAPTERS, card.name, wire.encode(card))
+
+    async def drop_adapter(self, name: str) -> bool:
+        return bool(await self._link.call("HDEL", keys.ADAPTERS, name))
+
+    async def read_adapters(self) -> dict[str, AdapterCard]:
+        cards = {}
+        for name, data in (await self._read_hash(keys.ADAPTERS)).items():
+            try:
+                cards[name] = wire.decode(data, AdapterCard)
+            except WireError as error:
+                await self.bury(keys.ADAPTERS, data, str(error))
+                await self._link.call("HDEL", keys.ADAPTERS, name)
+        return cards
 
     # GatewayOps
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -78,8 +79,8 @@ def _card(gateway: Gateway, served: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": gateway.started_at,
         "owned_by": "quire",
-        "root": served.text.folder.name,
-        "parent": None,
+        "root": served.text.folder.name if served.adapter is None else Path(served.adapter.path).name,
+        "parent": None if served.adapter is None else served.adapter.model,
         "max_model_len": gateway.directory.max_model_len(served),
         "default_sampling_params": served.text.folder.defaults,
     }

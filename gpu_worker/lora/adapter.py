@@ -122,10 +122,15 @@ class AdapterStore:
             raise ConfigError(f"{shorten(folder)}: the adapter's files have changed since it was loaded; load it again")
         if (held := self.find(found)) is not None:
             return held
-        adapter = Adapter(found, self._backend.prepare(self._read(folder)))
+        adapter = self.take(found, self._read(folder))
         _log.info("adapter.read", folder=shorten(folder), content=found)
+        return adapter
+
+    def take(self, content: str, factors: dict[Key, Parts]) -> Adapter:
+        """An adapter of these factors, held from now on."""
+        adapter = Adapter(content, self._backend.prepare(factors))
         with self._lock:
-            self._held[found] = adapter
+            self._held[content] = adapter
             while len(self._held) > self._max_held:
                 del self._held[next(iter(self._held))]
         return adapter

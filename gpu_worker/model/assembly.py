@@ -209,8 +209,9 @@ def _rope_choice(config: CheckpointConfig, model_len: int) -> str:
 
 
 def _arithmetic(config: WorkerConfig, dtype: str, kv_dtype: torch.dtype, way: str, vocab_size: int) -> str:
-    """A name that is the same where results are."""
+    """A name that is the same where results are, of requests with adapters, too: only some workers have them."""
     name = f"{dtype} {config.model.quantization} {way} kv {str(kv_dtype).removeprefix('torch.')}"
+    name += " adapters" if config.engine.enable_lora else ""
     return f"{name} of {vocab_size}" if config.model.tokenizer else name
 
 

@@ -128,14 +128,12 @@ class CpuDecoder:
         cos_sin: of each of the model's ropes, [positions, head_size] float32, from `rotary_table`.
         kv: the cache's blocks.
         dtype: of what linears read: float32 or bfloat16.
-        adapters: the slots of those that rows may have; None: none.
     """
 
     def __init__(
         self, config: CheckpointConfig, weights: PackedModel, pool: Pool, *, cos_sin: Sequence[Tensor],
-        kv: KvShape, dtype: torch.dtype, adapters: CpuSlots | None = None,
+        kv: KvShape, dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        self._adapters = adapters
         self._config, self._weights, self._pool, self._dtype = config, weights, pool, dtype
         self._cos_sin = cos_sin
         self._shape = AttentionShape(heads=config.num_heads, kv=kv)
@@ -143,6 +141,11 @@ class CpuDecoder:
         self._steps: dict[StepInputs, Step] = {}
         self._logits_programs: dict[bool, Program] = {}
         self._best_programs: dict[tuple[int, bool], Program] = {}
+        self._adapters: CpuSlots | None = None
+
+    def adapt(self, adapters: CpuSlots) -> None:
+        """From now on add what the adapters in these slots give; before the first step."""
+        self._adapters = adapters
 
     def start_logits(self, inputs: StepInputs, cache: KvCache) -> Callable[[], Tensor]:
         """Begin a step that writes its KV into `cache`. The result waits for it: raw logits [wanted rows, vocab]

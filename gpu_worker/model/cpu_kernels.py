@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 
-from gpu_worker.lora.assembly import cpu_adapters
-from gpu_worker.lora.loaded import LoadedAdapters
 from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.cpu_decoder import CpuDecoder
 from gpu_worker.model.kv_layout import KvLayout
@@ -94,9 +92,8 @@ def num_threads(config: WorkerConfig) -> int:
 def load_cpu_decoder(
     checkpoint_config: CheckpointConfig, config: WorkerConfig, layout: KvLayout, pool: Pool, *, dtype: torch.dtype,
     model_len: int,
-) -> tuple[CpuDecoder, LoadedAdapters | None]:  # fmt: skip
-    """The model of `dtype` on the CPU kernels, its weights from the cache folder if they were packed before; and its
-    adapters, if it may have some.
+) -> CpuDecoder:  # fmt: skip
+    """The model of `dtype` on the CPU kernels, its weights from the cache folder if they were packed before.
 
     Raises:
         ConfigError: the checkpoint does not allow it.
@@ -107,11 +104,7 @@ def load_cpu_decoder(
             rotary_table(rope, checkpoint_config.head_size, model_len, torch.device("cpu"))
             for rope in checkpoint_config.distinct_ropes
         ]
-    slots, adapters = cpu_adapters(checkpoint_config, config.engine, dtype)
-    decoder = CpuDecoder(
-        checkpoint_config, weights, pool, cos_sin=cos_sin, kv=layout.kv_shape, dtype=dtype, adapters=slots
-    )
-    return decoder, adapters
+    return CpuDecoder(checkpoint_config, weights, pool, cos_sin=cos_sin, kv=layout.kv_shape, dtype=dtype)
 
 
 def _load_weights(checkpoint_config: CheckpointConfig, config: WorkerConfig, dtype: torch.dtype) -> PackedModel:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from gpu_worker.lora.assembly import torch_adapters
+from gpu_worker.lora.assembly import adapt
 from gpu_worker.lora.loaded import LoadedAdapters
 from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.cpu_kernels import load_cpu_decoder, open_pool
@@ -58,17 +58,17 @@ def load_decoder(
     pool = open_pool(config, checkpoint_config, layout) if device.type == "cpu" else None
     if pool is not None:
         layout = replace(layout, is_packed=True)
-        cpu, adapters = load_cpu_decoder(checkpoint_config, config, layout, pool, dtype=dtype, model_len=model_len)
-        return LoadedDecoder(
-            model=cpu, way=f"cpu kernels {pool.isa.value}", layout=layout, pool=pool, adapters=adapters
-        )
+        cpu = load_cpu_decoder(checkpoint_config, config, layout, pool, dtype=dtype, model_len=model_len)
+        adapters = adapt(cpu, checkpoint_config, config.engine, dtype=dtype, device=device)
+        way = f"cpu kernels {pool.isa.value}"
+        return LoadedDecoder(model=cpu, way=way, layout=layout, pool=pool, adapters=adapters)
     if checkpoint_config.is_foreign:
         quantization = QUANTIZATIONS[config.model.quantization]
         foreign = load_transformers(checkpoint_config, Path(config.model.model), dtype=dtype, device=device,
                                     quantization=quantization, layout=layout)  # fmt: skip
         return LoadedDecoder(model=foreign, way=f"transformers {foreign_version()}", layout=layout)
     model = _load_own(checkpoint_config, config, dtype=dtype, device=device, model_len=model_len)
-    adapters = torch_adapters(checkpoint_config, config.engine, model, dtype=dtype, device=device)
+    adapters = adapt(model, checkpoint_config, config.engine, dtype=dtype, device=device)
     return LoadedDecoder(model=model, way="torch", layout=layout, adapters=adapters)
 
 

@@ -24,6 +24,7 @@ from gpu_worker.engine.batch_plan import DrawnToken
 from gpu_worker.engine.chunks import BatchPlan
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.engine.swap import HostMemory
+from gpu_worker.lora.adapter import AdapterStore
 from gpu_worker.lora.loaded import LoadedAdapters
 from gpu_worker.model.graphs import DecodeGraphs
 from gpu_worker.model.inputs import Padding, StepInputs
@@ -109,6 +110,11 @@ class DecoderRunner:
         self.card = card
         self.adapters = adapters
         self.host_memory = host_memory
+
+    @property
+    def adapter_source(self) -> AdapterStore | None:
+        """Where adapters come from; None: there are none."""
+        return None if self.adapters is None else self.adapters.store
 
     @property
     def num_blocks(self) -> int:

@@ -13,7 +13,7 @@ from shared.redis_bus import open_bus
 
 LONG = "x" * 100_000
 TAKEN = ("model", "more_models", "tokenizer", "generation_config", "served_model_name", "host", "api_key", "cache_dir",
-         "data_dir", "state_file", "redis_url", "metrics_host", "failpoints")  # fmt: skip
+         "data_dir", "state_file", "redis_url", "metrics_host", "failpoints", "admin_key", "lora_dir")  # fmt: skip
 """Texts that may be anything when they are read."""
 
 
