@@ -62,9 +62,10 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
     window = shared_window(checkpoint_config) or 0
     size = _size_kv(_need(config, layout, window, model_len), config, model, device)
     arithmetic = _arithmetic(config, dtype_name, layout.dtype, pool) + _rope_choice(checkpoint_config, model_len)
+    vocab_size = min(checkpoint_config.vocab_size, tokenizer_size(folder) or checkpoint_config.vocab_size)
     card = ModelCard(
-        fingerprint=fingerprint(folder, arithmetic),
-        vocab_size=min(checkpoint_config.vocab_size, tokenizer_size(folder) or checkpoint_config.vocab_size),
+        fingerprint=fingerprint(folder, f"{arithmetic} {vocab_size} ids"),
+        vocab_size=vocab_size,
         max_model_len=size.max_model_len,
         dtype=dtype_name,
         device=device.type,
