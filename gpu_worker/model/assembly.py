@@ -56,10 +56,9 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
     window = shared_window(checkpoint_config) or 0
     size = _size_kv(_need(config, layout, window, model_len), config, decoder.model, device)
     vocab_size = _vocab_size(config, checkpoint_config)
-    arithmetic = _arithmetic(config, dtype_name, layout.dtype, decoder.way, vocab_size)
-    arithmetic += _rope_choice(checkpoint_config, model_len)
+    arithmetic = _arithmetic(config, dtype_name, layout.dtype, decoder.way) + _rope_choice(checkpoint_config, model_len)
     card = ModelCard(
-        fingerprint=fingerprint(folder, arithmetic),
+        fingerprint=fingerprint(folder, f"{arithmetic} {vocab_size} ids"),
         vocab_size=vocab_size,
         max_model_len=size.max_model_len,
         dtype=dtype_name,
@@ -208,11 +207,10 @@ def _rope_choice(config: CheckpointConfig, model_len: int) -> str:
     return "".join(f" rope {choice}" for choice in choices)
 
 
-def _arithmetic(config: WorkerConfig, dtype: str, kv_dtype: torch.dtype, way: str, vocab_size: int) -> str:
+def _arithmetic(config: WorkerConfig, dtype: str, kv_dtype: torch.dtype, way: str) -> str:
     """A name that is the same where results are, of requests with adapters, too: only some workers have them."""
-    name = f"{dtype} {config.model.quantization} {way} kv {str(kv_dtype).removeprefix('torch.')}"
-    name += " adapters" if config.engine.enable_lora else ""
-    return f"{name} of {vocab_size}" if config.model.tokenizer else name
+    adapted = " adapters" if config.engine.enable_lora else ""
+    return f"{dtype} {config.model.quantization} {way} kv {str(kv_dtype).removeprefix('torch.')}{adapted}"
 
 
 def _key_cost(config: CheckpointConfig) -> float:

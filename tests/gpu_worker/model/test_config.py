@@ -257,6 +257,18 @@ def test_fingerprint_tells_weights_config_and_dtype_apart(folder: Path) -> None:
     assert len(seen) == 4
 
 
+def test_fingerprint_tells_how_many_ids_may_be_drawn(folder: Path) -> None:
+    """The same weights with fewer tokens should be another model, since other ids are drawn."""
+    whole = make_runner(folder)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["added_tokens"].pop()
+    file.write_text(json.dumps(tokenizer))
+    less = make_runner(folder)
+    assert less.vocab_size == whole.vocab_size - 1
+    assert less.fingerprint != whole.fingerprint
+
+
 def test_flags_are_checked_against_the_model(folder: Path) -> None:
     """A context beyond the model's and a missing device should be refused with the remedy."""
     with pytest.raises(ConfigError, match=r"--max-model-len=9999: the model's longest context is 4096"):
