@@ -126,7 +126,7 @@ class _OpenStream:
     async def close(self) -> None:
         """End the request, unless it has ended."""
         self._task.cancel()
-        await asyncio.wait([self._task])
+        await asyncio.gather(self._task, return_exceptions=True)
 
     async def _read(self, client: Client) -> None:
         async for output in client.stream(self._job):

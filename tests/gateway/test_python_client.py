@@ -113,6 +113,9 @@ async def test_streams_end_with_the_whole_output(
     assert lengths == sorted(lengths)
     assert [output.finished for output in grown] == [False] * (len(grown) - 1) + [True]
     deltas = [output async for output in client.stream(make(output_kind=RequestOutputKind.DELTA))]
+    assert [output.finished for output in deltas if output.outputs[-1].finish_reason][-1:] == [True]
+    if len(whole.outputs) == 1:
+        assert sum(output.outputs[0].finish_reason is not None for output in (*grown, *deltas)) == 2
     for index, choice in enumerate(whole.outputs):
         parts = [output.outputs[index] for output in deltas]
         assert "".join(part.text for part in parts) == choice.text
