@@ -19,6 +19,13 @@ from quire.api.sampling_params import RequestOutputKind, SamplingParams
 from shared.errors import ArgumentError
 
 
+class AsyncEngineArgs:
+    """The arguments of an `AsyncLLM`, for `AsyncLLM.from_engine_args`: the older way to make one."""
+
+    def __init__(self, model: str = "", **arguments: Any) -> None:
+        self.arguments = {"model": model, **arguments}
+
+
 class AsyncLLM:
     """As `LLM`, whose arguments it takes; making one waits until the model is loaded. Used in one event loop."""
 
@@ -29,6 +36,11 @@ class AsyncLLM:
         self._client = Client(self._deployment, "" if base_url is None else str(model))
         self._streams: dict[str, _OpenStream] = {}
         self._finalizer = weakref.finalize(self, self._deployment.stop)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> Self:
+        """One with these arguments."""
+        return cls(**engine_args.arguments)
 
     async def generate(
         self,
@@ -96,6 +108,10 @@ class AsyncLLM:
         finally:
             del self._streams[job.request_id]
             await stream.close()
+
+
+AsyncLLMEngine = AsyncLLM
+"""The older name."""
 
 
 class _OpenStream:

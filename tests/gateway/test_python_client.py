@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from quire import AsyncLLM, LoRARequest, RequestOutput, RequestOutputKind, SamplingParams
+from quire import (
+    AsyncEngineArgs,
+    AsyncLLM,
+    AsyncLLMEngine,
+    LoRARequest,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 from quire.api.client import Client, chat_job, completion_job
 from quire.api.deployment import RunningDeployment
 from quire.api.prompts import Prompt
@@ -292,6 +300,16 @@ async def test_abort_ends_a_request(site: Site, llm: AsyncLLM) -> None:
     assert 0 < len(outputs[-1].outputs[0].token_ids) < 400
     await wait_until_async(lambda: _is_at_rest(site), description="the request is gone")
     await llm.abort("unknown")
+
+
+async def test_the_older_names(site: Site) -> None:
+    """`AsyncLLMEngine.from_engine_args` should make the same, with the same arguments, and stream as ever."""
+    async with AsyncLLMEngine.from_engine_args(AsyncEngineArgs(base_url=site.base_url)) as engine:
+        params = SamplingParams(max_tokens=50)
+        outputs = [o async for o in engine.generate(prompt="hi", sampling_params=params, request_id="0")]
+    assert outputs[-1].outputs[0].text == TEXT
+    with pytest.raises(ArgumentError, match="block_size"):
+        AsyncLLMEngine.from_engine_args(AsyncEngineArgs("tiny", base_url=site.base_url, block_size=16))
 
 
 async def test_leaving_a_stream_ends_its_request(site: Site, llm: AsyncLLM) -> None:
