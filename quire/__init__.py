@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quire.api.async_llm import AsyncLLM
+    from quire.api.async_llm import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
     from quire.api.llm import LLM
     from quire.api.lora_request import LoRARequest
     from quire.api.outputs import CompletionOutput, RequestOutput
@@ -16,7 +16,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "CompletionOutput",
     "LoRARequest",
     "RequestOutput",
@@ -26,7 +28,9 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AsyncEngineArgs": "async_llm",
     "AsyncLLM": "async_llm",
+    "AsyncLLMEngine": "async_llm",
     "LLM": "llm",
     "LoRARequest": "lora_request",
     "CompletionOutput": "outputs",

@@ -19,6 +19,13 @@ from quire.api.sampling_params import RequestOutputKind, SamplingParams
 from shared.errors import ArgumentError
 
 
+class AsyncEngineArgs:
+    """The arguments of an `AsyncLLM`, for `AsyncLLM.from_engine_args`: the older way to make one."""
+
+    def __init__(self, model: str = "", **arguments: Any) -> None:
+        self.arguments = {"model": model, **arguments}
+
+
 class AsyncLLM:
     """As `LLM`, whose arguments it takes; making one waits until the model is loaded. Used in one event loop."""
 
@@ -29,6 +36,11 @@ class AsyncLLM:
         self._client = Client(self._deployment, "" if base_url is None else str(model))
         self._streams: dict[str, _OpenStream] = {}
         self._finalizer = weakref.finalize(self, self._deployment.stop)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> Self:
+        """One with these arguments."""
+        return cls(**engine_args.arguments)
 
     async def generate(
         self,
@@ -98,6 +110,10 @@ class AsyncLLM:
             await stream.close()
 
 
+AsyncLLMEngine = AsyncLLM
+"""The older name."""
+
+
 class _OpenStream:
     """One request that runs: a task reads the stream, so that it can be ended from elsewhere."""
 
@@ -126,7 +142,7 @@ class _OpenStream:
     async def close(self) -> None:
         """End the request, unless it has ended."""
         self._task.cancel()
-        await asyncio.wait([self._task])
+        await asyncio.gather(self._task, return_exceptions=True)
 
     async def _read(self, client: Client) -> None:
         async for output in client.stream(self._job):

@@ -175,7 +175,7 @@ class _Reading:
         self._metrics = RequestMetrics(arrival_time=job.arrival_time)
 
     def take(self, answer: dict[str, Any]) -> bool:
-        """Whether the chunk or answer brings anything of the output."""
+        """Whether the chunk or answer brings more of the output, and more will follow."""
         self._prompt_ids = answer.get("prompt_token_ids", self._prompt_ids)
         if answer.get("usage"):
             self._num_cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")
@@ -184,7 +184,7 @@ class _Reading:
             self._choices[choice["index"]].add(choice)
             self._prompt_ids = choice.get("prompt_token_ids", self._prompt_ids)
             brings = brings or bool(choice.get("token_ids") or choice["finish_reason"])
-        return brings
+        return brings and any(choice.finish_reason is None for choice in self._choices)
 
     def output(self, *, finished: bool, is_delta: bool = False) -> RequestOutput:
         """What there is so far, or since the last call."""

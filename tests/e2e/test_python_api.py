@@ -176,9 +176,9 @@ def test_interrupted_calls_cancel_all_requests(cell: Cell, remote: LLM) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"tensor_parallel_size": 2, "enable_lora": True, "max_loras": 4},
-         "not supported in this version: tensor_parallel_size=2 enable_lora=True"),
-        ({"quantization": "awq"}, "quantization='awq': choose from"),
+        ({"pipeline_parallel_size": 2, "cpu_offload_gb": 0},
+         "not supported in this version: pipeline_parallel_size=2"),
+        ({"quantization": "awq"}, "quantization='?awq"),
         ({"max_model_len": 99_999}, "max_model_len=99999: the model"),
     ],
 )  # fmt: skip

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from quire import AsyncLLM, LoRARequest, RequestOutput, RequestOutputKind, SamplingParams
+from quire import (
+    AsyncEngineArgs,
+    AsyncLLM,
+    AsyncLLMEngine,
+    LoRARequest,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 from quire.api.client import Client, chat_job, completion_job
 from quire.api.deployment import RunningDeployment
 from quire.api.prompts import Prompt
@@ -113,6 +121,9 @@ async def test_streams_end_with_the_whole_output(
     assert lengths == sorted(lengths)
     assert [output.finished for output in grown] == [False] * (len(grown) - 1) + [True]
     deltas = [output async for output in client.stream(make(output_kind=RequestOutputKind.DELTA))]
+    assert [output.finished for output in deltas if output.outputs[-1].finish_reason][-1:] == [True]
+    if len(whole.outputs) == 1:
+        assert sum(output.outputs[0].finish_reason is not None for output in (*grown, *deltas)) == 2
     for index, choice in enumerate(whole.outputs):
         parts = [output.outputs[index] for output in deltas]
         assert "".join(part.text for part in parts) == choice.text
@@ -289,6 +300,16 @@ async def test_abort_ends_a_request(site: Site, llm: AsyncLLM) -> None:
     assert 0 < len(outputs[-1].outputs[0].token_ids) < 400
     await wait_until_async(lambda: _is_at_rest(site), description="the request is gone")
     await llm.abort("unknown")
+
+
+async def test_the_older_names(site: Site) -> None:
+    """`AsyncLLMEngine.from_engine_args` should make the same, with the same arguments, and stream as ever."""
+    async with AsyncLLMEngine.from_engine_args(AsyncEngineArgs(base_url=site.base_url)) as engine:
+        params = SamplingParams(max_tokens=50)
+        outputs = [o async for o in engine.generate(prompt="hi", sampling_params=params, request_id="0")]
+    assert outputs[-1].outputs[0].text == TEXT
+    with pytest.raises(ArgumentError, match="block_size"):
+        AsyncLLMEngine.from_engine_args(AsyncEngineArgs("tiny", base_url=site.base_url, block_size=16))
 
 
 async def test_leaving_a_stream_ends_its_request(site: Site, llm: AsyncLLM) -> None:

@@ -66,7 +66,7 @@ def test_older_spelling_of_drafts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"tensor_parallel_size": 2}, "not supported in this version: tensor_parallel_size=2"),
+        ({"pipeline_parallel_size": 2}, "not supported in this version: pipeline_parallel_size=2"),
         ({"trust_remote_code": True}, "not supported in this version: trust_remote_code=True"),
         ({"block_sise": 16}, "not supported in this version: block_sise=16; did you mean block_size?"),
         ({"enforce_eagr": False}, "not supported in this version: enforce_eagr=False"),
