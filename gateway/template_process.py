@@ -63,6 +63,8 @@ class TemplateProcess:
 
     def close(self) -> None:
         """End the process; the next rendering would start another."""
+        if (process := self._process) is not None:
+            process.kill()  # so that nobody waits for what it computes
         with self._lock:
             self._stop()
 

@@ -36,6 +36,7 @@ from shared.errors import ConfigError, shorten
 from shared.logs import get_log
 
 ATTENTION = "quire_paged"
+PROGRESS_PAUSE_S = 1.0
 
 _log = get_log("loader")
 
@@ -275,7 +276,7 @@ def _progress() -> Iterator[None]:
 
 
 class _LoggedProgress:
-    """What `transformers` iterates over, with a line of log a second."""
+    """What `transformers` iterates over, with a line of log now and then."""
 
     def __init__(self, items: Any, **_: Any) -> None:
         self._items = items
@@ -283,7 +284,7 @@ class _LoggedProgress:
     def __iter__(self) -> Iterator[Any]:
         last, total = time.monotonic(), len(self._items)
         for number, item in enumerate(self._items):
-            if time.monotonic() - last > 1.0:
+            if time.monotonic() - last >= PROGRESS_PAUSE_S:
                 last = time.monotonic()
                 _log.info("weights.loading", tensors=f"{number}/{total}")
             yield item

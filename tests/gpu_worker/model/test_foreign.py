@@ -202,6 +202,20 @@ def test_weights_that_do_not_fit_are_refused(
         make_runner(folder)
 
 
+def test_progress_is_in_the_log(
+    folder_of: Folders, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: Any
+) -> None:
+    """Loading should say in our log how far it is, and print no bars."""
+    folder = folder_of("GPT2LMHeadModel")
+    capfd.readouterr()
+    monkeypatch.setattr("gpu_worker.model.transformers_decoder.PROGRESS_PAUSE_S", 0.0)
+    caplog.set_level("INFO")
+    make_runner(folder)
+    assert "weights.loading tensors=1/41" in caplog.text
+    assert "weights.loaded" in caplog.text
+    assert "Loading weights" not in "".join(capfd.readouterr())
+
+
 def test_only_safetensors_are_read(folder_of: Folders, tmp_path: Path) -> None:
     """Weights in a format that can hold code should be refused, with the reason."""
     folder = copy_model(folder_of("GPTNeoXForCausalLM"), tmp_path / "model", {})
