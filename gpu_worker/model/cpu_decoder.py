@@ -16,9 +16,11 @@ from torch import Tensor
 
 from gpu_worker.lora.cpu_slots import CpuSlots
 from gpu_worker.model.config import CheckpointConfig
+from gpu_worker.model.cpu_experts import ExpertBuffers, add_expert_layer, make_expert_buffers
+from gpu_worker.model.cpu_rows import LinearInput, LinearRows, make_input
 from gpu_worker.model.inputs import StepCapacity, StepInputs
 from gpu_worker.model.kv_layout import KvCache
-from gpu_worker.model.packed_weights import PackedLayer, PackedModel, PackedProjection
+from gpu_worker.model.packed_weights import PackedLayer, PackedMlp, PackedModel, PackedProjection
 from kernels.cpu.arena import make_buffer
 from kernels.cpu.attention import (
     AttentionBuffers,
@@ -35,37 +37,9 @@ from kernels.cpu.linear import PackedWeight, add_linear
 from kernels.cpu.lora import add_gate, add_lora
 from kernels.cpu.ops import Epilogue, Step
 from kernels.cpu.program import Pool, Program, address, sum_profiles
-from kernels.cpu.rows import add_argmax, add_embed, add_gather, add_norm, add_quantize, quantized_bytes
+from kernels.cpu.rows import add_argmax, add_embed, add_gather, add_norm
 
 _GATES = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}
-_PAD_COLUMNS = 64
-"""Rows that linears read are as long as this allows, with zeros behind: panels are padded along `in`."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """What a linear reads: `values` [rows, width and padding]; int8 with `scales` [rows] for quantized weights. Where a
-    weight wants the numbers of a row in an order of its own, they are as floats in theirs `in_order`."""
-
-    values: Tensor
-    scales: Tensor | None = None
-    in_order: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Input:
-    """Rows of `width` numbers that linears are to read: as `floats`, or `quantized` if any of these linears is."""
-
-    width: int
-    floats: Tensor
-    quantized: Tensor
-    scales: Tensor
-
-    def rows(self, weight: PackedWeight) -> _Rows:
-        """What `weight` reads."""
-        if not weight.is_quantized:
-            return _Rows(self.floats)
-        return _Rows(self.quantized, self.scales, None if weight.order is None else self.floats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +67,21 @@ class _Buffers:
         addend: [rows, hidden] float32: what is normed before it is added to the residual.
         logits: [wanted, vocab] float32. best: [wanted] int64.
         shrunk, sums: of adapters: A · x, and gate and up before the gate, float32; None: there are none.
+        experts: of layers that have some; None: none has.
     """
 
     all: _Flow
     wanted: _Flow
-    normed: _Input
-    mixed: _Input
-    gated: _Input
+    normed: LinearInput
+    mixed: LinearInput
+    gated: LinearInput
     qkv: Tensor
     addend: Tensor
     logits: Tensor
     best: Tensor
     shrunk: Tensor | None
     sums: Tensor | None
+    experts: ExpertBuffers | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +93,7 @@ class _Addend:
     norm: Tensor | None
 
 
-_AddLora = Callable[[str, _Rows, Tensor], None]
+_AddLora = Callable[[str, LinearRows, Tensor], None]
 """Appends a projection's adapters: its name, what it reads, and what it gives."""
 
 
@@ -214,33 +190,34 @@ class CpuDecoder:
         return _Buffers(
             all=self._make_flow(rows, capacity),
             wanted=self._make_flow(wanted, capacity),
-            normed=self._make_input(rows, config.hidden_size),
-            mixed=self._make_input(rows, config.num_heads * config.head_size),
-            gated=self._make_input(rows, config.intermediate_size),
+            normed=make_input(rows, config.hidden_size, self._dtype),
+            mixed=make_input(rows, config.num_heads * config.head_size, self._dtype),
+            gated=make_input(rows, config.intermediate_size, self._dtype),
             qkv=make_buffer(rows, self._shape.qkv_width, dtype=torch.float32),
             addend=make_buffer(rows if config.has_post_norms else 0, config.hidden_size, dtype=torch.float32),
             logits=make_buffer(wanted, config.vocab_size, dtype=torch.float32),
             best=torch.empty(wanted, dtype=torch.int64),
             shrunk=None if adapters is None else make_buffer(rows, adapters.shrunk_width, dtype=torch.float32),
-            sums=None
-            if adapters is None
-            else make_buffer(rows, adapters.shapes[0, "gate_up"].out_features, dtype=torch.float32),
+            sums=self._make_sums(rows),
+            experts=self._make_experts(rows),
         )
+
+    def _make_sums(self, num_rows: int) -> Tensor | None:
+        """For gate and up of dense layers, where adapters are added before the gate."""
+        shapes = {} if self._adapters is None else self._adapters.shapes
+        widths = [shape.out_features for (_, name), shape in shapes.items() if name == "gate_up"]
+        return make_buffer(num_rows, widths[0], dtype=torch.float32) if widths else None
+
+    def _make_experts(self, num_rows: int) -> ExpertBuffers | None:
+        kinds = {experts for experts in self._config.experts if experts is not None}
+        assert len(kinds) <= 1, "all layers' experts are alike"
+        config = self._config
+        return make_expert_buffers(kinds.pop(), num_rows, config.hidden_size, self._dtype) if kinds else None
 
     def _make_flow(self, num_rows: int, capacity: StepCapacity) -> _Flow:
         buffers = make_buffers(self._shape, num_rows, capacity.max_blocks * capacity.block_size)
         attention = {window: with_own_plan(buffers) for window in self._shapes}
         return _Flow(make_buffer(num_rows, self._config.hidden_size, dtype=torch.float32), attention)
-
-    def _make_input(self, num_rows: int, width: int) -> _Input:
-        """Buffers; pages that nothing is written to take no memory."""
-        padded = -(-width // _PAD_COLUMNS) * _PAD_COLUMNS
-        return _Input(
-            width=width,
-            floats=make_buffer(num_rows, padded, dtype=self._dtype),
-            quantized=make_buffer(num_rows, quantized_bytes(width), dtype=torch.int8),
-            scales=torch.zeros(num_rows),
-        )
 
     def _build(self, cache: KvCache, adapters: CpuSlots | None) -> Program:
         program, buffers, weights = Program(), self._buffers, self._weights
@@ -254,7 +231,7 @@ class CpuDecoder:
             if layer is weights.layers[-1]:
                 rows = self._add_gather(program)
             self._add_attention(program, index, cache.blocks(index), rows, adapt)
-            self._add_mlp(program, layer, rows.hidden, adapt)
+            self._add_feed_forward(program, layer, rows.hidden, adapt)
         normed = self._add_norm(program, weights.norm, buffers.wanted.hidden, weights.head)
         add_linear(program, normed.values, weights.head, buffers.logits, x_scales=normed.scales, label="head")
         return program
@@ -296,22 +273,33 @@ class CpuDecoder:
         shape = self._shapes[window]
         width = shape.heads * shape.kv.head_size
         add_attention(program, shape, rows.attention[window], blocks, buffers.mixed.floats[:, :width])
-        mixed = _add_quantize(program, buffers.mixed, layer.output.weight)
+        mixed = buffers.mixed.add_quantize(program, layer.output.weight)
         output = _Addend("output", layer.output, layer.post_attention_norm)
         self._add_to_residual(program, output, mixed, rows.hidden, adapt)
 
-    def _add_mlp(self, program: Program, layer: PackedLayer, hidden: Tensor, adapt: _AddLora | None) -> None:
-        """The feed-forward layer; with adapters the gate waits for them."""
+    def _add_feed_forward(self, program: Program, layer: PackedLayer, hidden: Tensor, adapt: _AddLora | None) -> None:
+        mlp, normed, experts = layer.mlp, self._buffers.normed, self._buffers.experts
+        if isinstance(mlp, PackedMlp):
+            self._add_mlp(program, layer, mlp, hidden, adapt)
+            return
+        assert experts is not None
+        add_norm(program, hidden, layer.mlp_norm, normed.floats, self._config.rms_norm_eps)
+        add_expert_layer(program, experts, mlp, normed, hidden, gate=_GATES[self._config.gate])
+
+    def _add_mlp(
+        self, program: Program, layer: PackedLayer, mlp: PackedMlp, hidden: Tensor, adapt: _AddLora | None
+    ) -> None:
+        """The dense feed-forward layer; with adapters the gate waits for them."""
         gated, gate, sums = self._buffers.gated, _GATES[self._config.gate], self._buffers.sums
-        normed = self._add_norm(program, layer.mlp_norm, hidden, layer.gate_up.weight)
+        normed = self._add_norm(program, layer.mlp_norm, hidden, mlp.gate_up.weight)
         if adapt is None or sums is None:
-            _add_projection(program, normed, layer.gate_up, gated.floats, epilogue=gate, label="gate_up")
+            _add_projection(program, normed, mlp.gate_up, gated.floats, epilogue=gate, label="gate_up")
         else:
-            _add_projection(program, normed, layer.gate_up, sums, label="gate_up")
+            _add_projection(program, normed, mlp.gate_up, sums, label="gate_up")
             adapt("gate_up", normed, sums)
             add_gate(program, sums, gated.width, gated.floats, gate)
-        rows = _add_quantize(program, gated, layer.down.weight)
-        self._add_to_residual(program, _Addend("down", layer.down, layer.post_mlp_norm), rows, hidden, adapt)
+        rows = gated.add_quantize(program, mlp.down.weight)
+        self._add_to_residual(program, _Addend("down", mlp.down, layer.post_mlp_norm), rows, hidden, adapt)
 
     def _adapting(self, program: Program, adapters: CpuSlots | None, layer: int) -> _AddLora | None:
         """Lets the adapters of a projection of `layer`, which reads `x`, add to its `y`."""
@@ -319,7 +307,7 @@ class CpuDecoder:
         if adapters is None or shrunk is None:
             return None
 
-        def adapt(name: str, x: _Rows, y: Tensor) -> None:
+        def adapt(name: str, x: LinearRows, y: Tensor) -> None:
             shape, slots = adapters.shapes[layer, name], adapters.slots[layer, name]
             values, scales = (x.values, x.scales) if x.in_order is None else (x.in_order, None)
             add_lora(program, values, shape, slots, y, shrunk=shrunk, dtype=adapters.dtype, x_scales=scales)
@@ -327,7 +315,7 @@ class CpuDecoder:
         return adapt
 
     def _add_to_residual(
-        self, program: Program, addend: _Addend, x: _Rows, hidden: Tensor, adapt: _AddLora | None
+        self, program: Program, addend: _Addend, x: LinearRows, hidden: Tensor, adapt: _AddLora | None
     ) -> None:
         """Add to `hidden` what the projection and its adapters give, or the norm of that where the model has one."""
         norm = addend.norm
@@ -338,7 +326,7 @@ class CpuDecoder:
         if norm is not None:
             add_norm(program, y, norm, hidden, self._config.rms_norm_eps, is_added=True)
 
-    def _add_norm(self, program: Program, scale: Tensor, hidden: Tensor, weight: PackedWeight) -> _Rows:
+    def _add_norm(self, program: Program, scale: Tensor, hidden: Tensor, weight: PackedWeight) -> LinearRows:
         """The norm of `hidden` as `weight` reads it."""
         normed, eps = self._buffers.normed, self._config.rms_norm_eps
         if weight.order is None:
@@ -346,7 +334,7 @@ class CpuDecoder:
             add_norm(program, hidden, scale, rows.values, eps, out_scales=rows.scales)
             return rows
         add_norm(program, hidden, scale, normed.floats, eps)
-        return _add_quantize(program, normed, weight)
+        return normed.add_quantize(program, weight)
 
 
 def _bind(inputs: StepInputs) -> Step:
@@ -359,16 +347,9 @@ def _bind(inputs: StepInputs) -> Step:
 
 
 def _add_projection(
-    program: Program, x: _Rows, projection: PackedProjection, y: Tensor, *, epilogue: Epilogue = Epilogue.STORE,
+    program: Program, x: LinearRows, projection: PackedProjection, y: Tensor, *, epilogue: Epilogue = Epilogue.STORE,
     label: str,
 ) -> None:  # fmt: skip
     add_linear(
         program, x.values, projection.weight, y, bias=projection.bias, x_scales=x.scales, epilogue=epilogue, label=label
     )
-
-
-def _add_quantize(program: Program, x: _Input, weight: PackedWeight) -> _Rows:
-    """The floats of `x` as `weight` reads them."""
-    if weight.is_quantized:
-        add_quantize(program, x.floats, x.width, x.quantized, x.scales, order=weight.order)
-    return x.rows(weight)

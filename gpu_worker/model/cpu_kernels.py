@@ -60,7 +60,6 @@ def _refuse_what_torch_must(config: CheckpointConfig) -> None:
     """Raise `CpuKernelsUnavailable` for a model that the CPU kernels do not compute."""
     lacks = {
         "the code of transformers": config.is_foreign,
-        "experts": any(config.experts),
         "softcaps": config.attention_softcap is not None or config.logit_softcap is not None,
     }
     if any(lacks.values()):

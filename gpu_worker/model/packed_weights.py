@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gpu_worker.model.config import CheckpointConfig
+from gpu_worker.model.config import CheckpointConfig, Experts
 from gpu_worker.model.loader import Checkpoint
 from gpu_worker.model.quantization import Quantization, quantize
-from gpu_worker.model.weights import LayerWeights, Projection, read_layer, read_outer
+from gpu_worker.model.weights import LayerWeights, MlpWeights, Projection, read_layer, read_outer
 from gpu_worker.quant.rows import combine
 from kernels.cpu.arena import ALIGNMENT, Arena
 from kernels.cpu.linear import PackedWeight, interleave, pack_float
@@ -47,16 +47,30 @@ class PackedProjection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackedMlp:
+    """One feed-forward layer, or one expert. `gate_up` alternates panels of gate and up."""
+
+    gate_up: PackedProjection
+    down: PackedProjection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedExperts:
+    """Experts behind a `router`, which is never quantized."""
+
+    router: PackedWeight
+    experts: tuple[PackedMlp, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayer:
-    """One decoder block. `gate_up` alternates panels of gate and up. Norms are float32, and there where `LayerWeights`
-    has them."""
+    """One decoder block. Norms are float32, and there where `LayerWeights` has them."""
 
     input_norm: Tensor
     qkv: PackedProjection
     output: PackedProjection
     mlp_norm: Tensor
-    gate_up: PackedProjection
-    down: PackedProjection
+    mlp: PackedMlp | PackedExperts
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
     post_attention_norm: Tensor | None = None
@@ -141,15 +155,24 @@ class _Reading:
         head = self._weight("head")
         return PackedModel(
             embedding=head if config.is_tied else self._weight("embedding"),
-            layers=tuple(self._layer(f"layers.{layer}.") for layer in range(config.num_layers)),
+            layers=tuple(self._layer(f"layers.{i}.", experts) for i, experts in enumerate(_experts(config))),
             norm=self._tensor("norm"),
             head=head,
         )
 
-    def _layer(self, name: str) -> PackedLayer:
-        parts = {part: self._projection(name + part) for part in ("qkv", "output", "gate_up", "down")}
+    def _layer(self, name: str, experts: Experts | None) -> PackedLayer:
         norms = {norm: self._tensor(name + norm) for norm in _NORMS if name + norm in self._names}
-        return PackedLayer(**norms, **parts)  # type: ignore[arg-type]
+        mlp: PackedMlp | PackedExperts
+        if experts is None:
+            mlp = self._mlp(name)
+        else:
+            mlps = tuple(self._mlp(f"{name}experts.{i}.") for i in range(experts.count))
+            mlp = PackedExperts(router=self._weight(name + "router"), experts=mlps)
+        qkv, output = (self._projection(name + part) for part in ("qkv", "output"))
+        return PackedLayer(**norms, qkv=qkv, output=output, mlp=mlp)
+
+    def _mlp(self, name: str) -> PackedMlp:
+        return PackedMlp(gate_up=self._projection(name + "gate_up"), down=self._projection(name + "down"))
 
     def _projection(self, name: str) -> PackedProjection:
         bias = self._tensor(f"{name}.bias") if f"{name}.bias" in self._names else None
@@ -173,20 +196,21 @@ class _Packing:
         self._quantization = quantization
 
     def layer(self, weights: LayerWeights) -> PackedLayer:
-        (mlp,) = weights.mlp
+        norms = {norm: weight.float() for norm in _NORMS if (weight := getattr(weights, norm)) is not None}
+        qkv, output = self._projection(weights.qkv), self._projection(weights.output)
+        mlps = tuple(self._mlp(mlp) for mlp in weights.mlp)
+        if weights.router is None:
+            return PackedLayer(**norms, qkv=qkv, output=output, mlp=mlps[0])
+        experts = PackedExperts(router=self.weight(weights.router.weight, "none"), experts=mlps)
+        return PackedLayer(**norms, qkv=qkv, output=output, mlp=experts)
+
+    def _mlp(self, mlp: MlpWeights) -> PackedMlp:
         gate, up = mlp.gate, mlp.up
         gate_up = Projection(
             weight=combine((gate.weight, up.weight), interleave),
             bias=None if gate.bias is None or up.bias is None else interleave(gate.bias, up.bias),
         )
-        norms = {norm: weight.float() for norm in _NORMS if (weight := getattr(weights, norm)) is not None}
-        return PackedLayer(
-            **norms,
-            qkv=self._projection(weights.qkv),
-            output=self._projection(weights.output),
-            gate_up=self._projection(gate_up),
-            down=self._projection(mlp.down),
-        )
+        return PackedMlp(gate_up=self._projection(gate_up), down=self._projection(mlp.down))
 
     def _projection(self, projection: Projection) -> PackedProjection:
         bias = None if projection.bias is None else projection.bias.float()
@@ -204,15 +228,40 @@ def _capacity(config: CheckpointConfig, element_size: int) -> int:
     """Bytes of the arena: every weight in `element_size`, with room for each one's padding."""
     hidden, ffn, size = config.hidden_size, config.intermediate_size, config.head_size
     qkv = (config.num_heads + 2 * config.num_kv_heads) * size
-    shapes = [(qkv, hidden), (hidden, config.num_heads * size), (2 * ffn + 32, hidden), (hidden, ffn)]
-    shapes = config.num_layers * shapes + (1 if config.is_tied else 2) * [(config.vocab_size, hidden)]
+    shapes = config.num_layers * [(qkv, hidden), (hidden, config.num_heads * size)]
+    for experts in _experts(config):
+        count, inner = (1, ffn) if experts is None else (experts.count, experts.size)
+        shapes += count * [(2 * inner + 32, hidden), (hidden, inner)]
+        shapes += [] if experts is None else [(experts.count, hidden)]
+    shapes += (1 if config.is_tied else 2) * [(config.vocab_size, hidden)]
     return sum((out + 16) * (width + 32) * element_size for out, width in shapes)
+
+
+def _experts(config: CheckpointConfig) -> tuple[Experts | None, ...]:
+    """Of each layer."""
+    return config.experts or (None,) * config.num_layers
 
 
 def _weights(layers: tuple[PackedLayer, ...]) -> Iterator[PackedWeight]:
     for layer in layers:
-        for projection in (layer.qkv, layer.output, layer.gate_up, layer.down):
-            yield projection.weight
+        for _, part in _flatten_linears(layer):
+            if isinstance(part, PackedWeight):
+                yield part
+
+
+def _flatten_linears(layer: PackedLayer) -> Iterator[tuple[str, PackedWeight | Tensor]]:
+    """A block's weights and biases with their names."""
+    projections = {"qkv": layer.qkv, "output": layer.output}
+    if isinstance(layer.mlp, PackedMlp):
+        projections |= {"gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
+    else:
+        yield "router", layer.mlp.router
+        for i, expert in enumerate(layer.mlp.experts):
+            projections |= {f"experts.{i}.gate_up": expert.gate_up, f"experts.{i}.down": expert.down}
+    for name, projection in projections.items():
+        yield name, projection.weight
+        if projection.bias is not None:
+            yield f"{name}.bias", projection.bias
 
 
 def _flatten(model: PackedModel) -> Iterator[tuple[str, PackedWeight | Tensor]]:
@@ -226,8 +275,5 @@ def _flatten(model: PackedModel) -> Iterator[tuple[str, PackedWeight | Tensor]]:
             weight: Tensor | None = getattr(layer, norm)
             if weight is not None:
                 yield f"layers.{i}.{norm}", weight
-        for part in ("qkv", "output", "gate_up", "down"):
-            projection: PackedProjection = getattr(layer, part)
-            yield f"layers.{i}.{part}", projection.weight
-            if projection.bias is not None:
-                yield f"layers.{i}.{part}.bias", projection.bias
+        for name, part in _flatten_linears(layer):
+            yield f"layers.{i}.{name}", part

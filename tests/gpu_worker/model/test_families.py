@@ -32,10 +32,8 @@ NUM_BLOCKS = 21
 """168 tokens of 344: some are evicted."""
 ON_TORCH_ONLY = {
     "gemma2": "Gemma2.* has softcaps",
-    "mixtral": "Mixtral.* has experts",
-    "qwen3_moe": "Qwen3Moe.* has experts",
 }
-ON_C = ("phi3", "phi4_mini", "qwen3", "gemma3")
+ON_C = ("phi3", "phi4_mini", "qwen3", "gemma3", "mixtral", "qwen3_moe")
 
 
 class Families:
