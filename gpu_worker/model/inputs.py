@@ -222,6 +222,9 @@ class StepInputs:
     def _fill_groups(self, plan: BatchPlan, slots: Slots, padded_rows: int | None) -> None:
         """Group the rows that have an adapter; with `padded_rows` there are as many groups as a step of so many rows
         may have, those behind without rows."""
+        self.adapters, self.num_groups, self.num_wanted_groups = None, 0, 0
+        if not slots and padded_rows is None:
+            return
         buffers, tensors = self._buffers, []
         for name, values in adapter_arrays(plan, slots):
             if padded_rows is not None and not name.startswith("wanted"):

@@ -115,3 +115,11 @@ def test_cores_and_memory_are_divided_among_the_workers_of_all_models() -> None:
     read = read_back(services.worker_spec(config, REDIS, 3), WorkerConfig)
     assert (read.engine.memory_shares, read.engine.num_threads) == (4, services.threads_per_worker(4))
     assert read.process.metrics_port == 9104
+
+
+def test_an_admin_key_goes_by_environment() -> None:
+    """It should arrive, and not stand on a command line."""
+    config = make_config(http=HttpConfig(enable_lora_updates=True, admin_key="root-key"))
+    spec = services.gateway_spec(config, REDIS, 0, 4321)
+    assert not any("root-key" in argument for argument in spec.argv)
+    assert read_back(spec, GatewayConfig).http.admin_key == "root-key"
