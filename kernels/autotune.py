@@ -75,7 +75,7 @@ def prompt_tile(
 
 @dataclass(frozen=True, slots=True)
 class MatmulTile:
-    """Sizes of a program of a product with a quantized weight. `is_split`: `in` is cut into splits."""
+    """Sizes of a program of a product. `is_split`: `in` is cut into splits."""
 
     rows: int
     columns: int
@@ -92,6 +92,14 @@ def matmul_tile(num_rows: int) -> MatmulTile:
     if num_rows <= 64:
         return MatmulTile(64, columns=64, num_warps=4, num_stages=3, is_split=True)
     return MatmulTile(128, columns=128, num_warps=8, num_stages=3, is_split=False)
+
+
+def expert_tile(num_pairs: int, num_experts: int) -> MatmulTile:
+    """Pairs of (row, expert) and outputs of a program: the least rows while an expert has fewer on average, where its
+    weights' bytes are the bound; 64 beyond."""
+    if num_pairs <= MIN_DOT * num_experts:
+        return MatmulTile(MIN_DOT, columns=64, num_warps=4, num_stages=4, is_split=False)
+    return MatmulTile(64, columns=128, num_warps=8, num_stages=3, is_split=False)
 
 
 def row_warps(width: int) -> int:

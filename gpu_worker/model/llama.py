@@ -12,16 +12,17 @@ from torch import Tensor
 
 from gpu_worker.model.config import CheckpointConfig, read_decoder, refuse_windows
 from gpu_worker.model.config_reader import ConfigReader
-from gpu_worker.model.experts import ExpertMlp
+from gpu_worker.model.experts import ExpertMlp, GroupedExperts, LoopedExperts
 from gpu_worker.model.inputs import StepInputs
 from gpu_worker.model.kv_layout import KvCache
 from gpu_worker.model.layers import ActiveRows, Attention, GatedMlp, HeadNorms, Linear, RmsNorm, StepContext
 from gpu_worker.model.loader import Checkpoint
 from gpu_worker.model.quantization import QUANTIZATIONS, Quantization
 from gpu_worker.model.rope import rotary_table
-from gpu_worker.model.weights import LayerWeights, MlpWeights, read_layer, read_outer
+from gpu_worker.model.weights import LayerWeights, MlpWeights, Projection, read_layer, read_outer
 from gpu_worker.quant.rows import join
 from kernels.kv_write import WriteSlots
+from kernels.launch import uses_triton
 from kernels.lora_matmul import LoraWeight
 from kernels.rotary import take_turns
 from kernels.softcap import softcap
@@ -57,9 +58,9 @@ class DecoderLayer:
         self._attention, self._mlp, self._norms = attention, mlp, norms
 
     @property
-    def has_experts(self) -> bool:
-        """Whether its feed-forward layer is one of experts."""
-        return isinstance(self._mlp, ExpertMlp)
+    def has_fixed_shapes(self) -> bool:
+        """Whether its launches depend on the number of rows only."""
+        return not isinstance(self._mlp, ExpertMlp) or self._mlp.has_fixed_shapes
 
     @property
     def projections(self) -> dict[str, Linear]:
@@ -109,8 +110,8 @@ class Llama:
 
     @property
     def has_fixed_shapes(self) -> bool:
-        """Whether a step's launches depend on its sizes only, so that they can be captured; not so with experts."""
-        return not any(layer.has_experts for layer in self._layers)
+        """Whether a step's launches depend on its sizes only, so that they can be captured."""
+        return all(layer.has_fixed_shapes for layer in self._layers)
 
     def forward(self, inputs: StepInputs, cache: KvCache) -> Tensor:
         """Normed hidden states [rows, hidden] of the step's tokens; writes their keys and values into `cache`."""
@@ -210,11 +211,29 @@ def _make_layer(config: CheckpointConfig, weights: LayerWeights, layer: int, kin
 
 
 def _make_feed_forward(config: CheckpointConfig, weights: LayerWeights, layer: int, kind: str) -> GatedMlp | ExpertMlp:
-    mlps = [_make_mlp(mlp, config.gate, kind) for mlp in weights.mlp]
     experts = config.experts[layer] if config.experts else None
     if experts is None or weights.router is None:
-        return mlps[0]
-    return ExpertMlp(experts, Linear(weights.router.weight), mlps)
+        return _make_mlp(weights.mlp[0], config.gate, kind)
+    router, router_weight = Linear(weights.router.weight), weights.router.weight
+    is_on_card = isinstance(router_weight, Tensor) and uses_triton(router_weight)
+    if is_on_card and config.gate == "silu" and kind == "none" and config.scheme is None:
+        return ExpertMlp(experts, router, group_experts(weights.mlp))
+    return ExpertMlp(experts, router, LoopedExperts([_make_mlp(mlp, config.gate, kind) for mlp in weights.mlp]))
+
+
+def group_experts(mlps: Sequence[MlpWeights]) -> GroupedExperts:
+    """The experts of a layer, which have no biases, with their weights below one another."""
+    gates, ups, downs = ([_floats(getattr(mlp, part)) for mlp in mlps] for part in ("gate", "up", "down"))
+    size, hidden = gates[0].shape
+    gate_up = gates[0].new_empty((len(mlps), 2 * size, hidden))
+    for weight, gate, up in zip(gate_up, gates, ups, strict=True):
+        torch.cat((gate, up), out=weight)
+    return GroupedExperts(gate_up, torch.stack(downs))
+
+
+def _floats(projection: Projection) -> Tensor:
+    assert isinstance(projection.weight, Tensor)
+    return projection.weight
 
 
 def _make_mlp(weights: MlpWeights, gate_kind: str, kind: str) -> GatedMlp:

@@ -28,6 +28,7 @@ from kernels.cpu.linear import PackedWeight, interleave, pack_float
 from kernels.cpu.ops import Dtype
 from kernels.cpu.pack import pack_quantized
 from kernels.grouped_weight import Weight
+from shared.errors import ConfigError
 from shared.logs import get_log
 
 FORMAT = 1
@@ -201,6 +202,7 @@ class _Packing:
         mlps = tuple(self._mlp(mlp) for mlp in weights.mlp)
         if weights.router is None:
             return PackedLayer(**norms, qkv=qkv, output=output, mlp=mlps[0])
+        _check_alike(mlps)
         experts = PackedExperts(router=self.weight(weights.router.weight, "none"), experts=mlps)
         return PackedLayer(**norms, qkv=qkv, output=output, mlp=experts)
 
@@ -222,6 +224,14 @@ class _Packing:
         else:
             packed = pack_quantized(weight)
         return packed.moved(self._arena)
+
+
+def _check_alike(experts: tuple[PackedMlp, ...]) -> None:
+    """Raise `ConfigError` for experts that one product cannot take: it reads all of a layer's alike."""
+    for weights in zip(*((mlp.gate_up.weight, mlp.down.weight) for mlp in experts), strict=True):
+        if len({weight.dtype for weight in weights}) > 1 or any(weight.order is not None for weight in weights):
+            raise ConfigError("experts that are quantized differently, or with desc_act, are not for the CPU kernels; "
+                              "set --cpu-kernels=off")  # fmt: skip
 
 
 def _capacity(config: CheckpointConfig, element_size: int) -> int:

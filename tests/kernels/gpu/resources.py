@@ -30,6 +30,7 @@ from triton.compiler import ASTSource
 
 from kernels import autotune
 from kernels.gpu import (
+    expert_matmul,
     fp8_matmul,
     int4_matmul,
     kv_copy,
@@ -55,7 +56,7 @@ WINDOWED = {("bf16", 64), ("fp16", 128)}
 """Of the shapes that the tests look at, those that they see with a window, too."""
 SOFTCAPPED = ((256, 16, 0), (256, 16, WINDOW), (128, 16, 0), (128, 32, WINDOW))
 """Head size, block size and window of the models that cap scores."""
-ALIGNED = ("stride_", "num_columns", "in_features")
+ALIGNED = ("stride_", "num_columns", "in_features", "inner_features")
 """What numbers that are divisible by 16 begin with."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 REPORT = re.compile(
@@ -266,6 +267,21 @@ def quantized_products(dtype: str, group: int) -> Iterator[Variant]:
                   constants={"BLOCK": split_sum.BLOCK, "USE_BIAS": True})  # fmt: skip
 
 
+def experts(dtype: str) -> Iterator[Variant]:
+    """Grouped products for few rows an expert and many, and the sum of a row's choices."""
+    types = {f"{name}_ptr": f"*{dtype}" for name in ("out", "x", "weight")} | {"shares_ptr": "*fp32"}
+    types |= {f"{name}_ptr": "*i32" for name in ("pairs", "tile_experts", "tile_firsts", "tile_ends")}
+    for num_pairs in (16, 1024):
+        tile = autotune.expert_tile(num_pairs, 8)
+        constants = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": expert_matmul.BLOCK_K}
+        for part, own in (("gate_up", {"NUM_USED": 2}), ("down", {})):
+            yield Variant(name=f"experts {part} {dtype} tile {tile.rows}", types=types, constants=constants | own,
+                          kernel=getattr(expert_matmul, f"_{part}_kernel"),
+                          options={"num_warps": tile.num_warps, "num_stages": tile.num_stages})  # fmt: skip
+    yield Variant(name=f"experts sum {dtype}", kernel=expert_matmul._sum_kernel, types=types,
+                  constants={"NUM_USED": 8, "BLOCK": expert_matmul.BLOCK_SUM})  # fmt: skip
+
+
 def variants(capability: int, *, is_complete: bool) -> Iterator[Variant]:
     """What is compiled for sm_`capability`."""
     shapes: Any = itertools.product(DTYPES, (64, 128, 256), (8, 16, 32), (1, 4, 7, 8))
@@ -284,6 +300,7 @@ def variants(capability: int, *, is_complete: bool) -> Iterator[Variant]:
         yield from rows(dtype, hidden, head_size)
         for rank in (16, 64):
             yield from adapters(dtype, hidden, rank)
+        yield from experts(dtype)
         yield from quantized_products(dtype, 32 if dtype == "bf16" else 128)
     yield from adapters("fp32", 4096, 64)
     yield from draws(151_936)

@@ -38,7 +38,7 @@ def test_no_kernel_spills(capability: int, tmp_path: Path) -> None:
     assert {report["sm"] for report in reports} == {capability}
     names = {report["name"].split()[0] for report in reports}
     assert {"attention", "combination", "norm", "add", "silu·mul", "rotary", "kv", "block", "draw"} <= names
-    assert {"int4", "fp8", "sum", "adapter"} <= names
+    assert {"int4", "fp8", "sum", "adapter", "experts"} <= names
 
 
 def test_ops_need_no_triton() -> None:
