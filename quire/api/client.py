@@ -12,7 +12,7 @@ import orjson
 from gateway.openai import ChatBody, CompletionBody
 from quire.api.connection import Connection
 from quire.api.deployment import Deployment
-from quire.api.lora_request import LoRARequest
+from quire.api.lora_request import AdapterLoader, LoRARequest, check_adapter
 from quire.api.outputs import GrowingOutput, LogprobReader, RequestMetrics, RequestOutput, named_ids
 from quire.api.prompts import Prompt
 from quire.api.sampling_params import RequestOutputKind, SamplingParams, check
@@ -51,8 +51,8 @@ def completion_job(request_id: str, prompt: Prompt, sampling: SamplingParams, **
     fields["prompt"] = prompt.text if prompt.token_ids is None else list(prompt.token_ids)
     if prompt.cache_salt is not None:
         fields["cache_salt"] = prompt.cache_salt
-    job = Job(request_id=request_id, path=COMPLETIONS, fields=_present(fields) | _adapter(adapter), sampling=sampling,
-              prompt=prompt.text, lora_request=adapter)  # fmt: skip
+    job = Job(request_id=request_id, path=COMPLETIONS, fields=_present(fields), sampling=sampling, prompt=prompt.text,
+              lora_request=check_adapter(adapter))  # fmt: skip
     check(CompletionBody, job.body(), what="generate()")
     return job
 
@@ -61,23 +61,14 @@ def chat_job(request_id: str, messages: Any, sampling: SamplingParams, **fields:
     """The job of one conversation. Raises `ArgumentError`."""
     adapter = fields.pop("lora_request", None)
     fields["messages"] = messages
-    job = Job(request_id=request_id, path=CHAT, fields=_present(fields) | _adapter(adapter), sampling=sampling,
-              lora_request=adapter)  # fmt: skip
+    job = Job(request_id=request_id, path=CHAT, fields=_present(fields), sampling=sampling,
+              lora_request=check_adapter(adapter))  # fmt: skip
     check(ChatBody, job.body(), what="chat()")
     return job
 
 
 def _present(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _adapter(adapter: LoRARequest | None) -> dict[str, Any]:
-    """The field that asks for an adapter; the gateway says whether there are any."""
-    if adapter is None:
-        return {}
-    if not isinstance(adapter, LoRARequest):
-        raise ArgumentError(f"lora_request: must be a LoRARequest, got {type(adapter).__name__}")
-    return {"lora_request": {"lora_name": adapter.lora_name, "lora_path": adapter.lora_path}}
 
 
 class Client:
@@ -88,6 +79,7 @@ class Client:
         self._model = model
         self._token_texts: dict[int, str] = {}
         self.connection = Connection(deployment)
+        self._adapters = AdapterLoader(deployment, self.connection)
 
     async def model_card(self) -> dict[str, Any]:
         """What `/v1/models` says of the model. Raises `ArgumentError` when it is not served."""
@@ -134,7 +126,10 @@ class Client:
     async def _body(self, job: Job) -> dict[str, Any]:
         if not self._model:
             await self.model_card()
-        body = job.body() | {"model": self._model}
+        adapter = job.lora_request
+        if adapter is not None:
+            await self._adapters.require(adapter, self._model)
+        body = job.body() | {"model": self._model if adapter is None else adapter.lora_name}
         if job.sampling.max_tokens is None and not job.is_chat:
             body["max_tokens"] = await self._room_for(job)
         return body

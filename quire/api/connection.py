@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
 import aiohttp
@@ -69,6 +69,10 @@ class Connection:
         answer: dict[str, Any] = orjson.loads(await self._ask("POST", path, _encode(body)))
         return answer
 
+    async def order(self, path: str, body: dict[str, Any], key: str) -> None:
+        """A POST for those who have `key`, which only answers that it is done. Raises `QuireError`."""
+        await self._ask("POST", path, _encode(body), {"Authorization": f"Bearer {key}"})
+
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The events of a stream, each once, until it is complete. Raises `QuireError`."""
         stream = _Stream(path, _encode(body | {"stream": True}))
@@ -97,9 +101,9 @@ class Connection:
             await self._session.close()
             self._session = None
 
-    async def _ask(self, method: str, path: str, data: bytes | None) -> bytes:
+    async def _ask(self, method: str, path: str, data: bytes | None, more_headers: Mapping[str, str] = {}) -> bytes:
         patience = _Patience(self._server)
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **more_headers}
         while True:
             try:
                 async with self._open().request(method, path, data=data, headers=headers) as answer:

@@ -12,9 +12,10 @@ PATIENCE_S = 60.0
 
 
 class RunningDeployment:
-    """One that others keep running. `url` is without /v1."""
+    """One that others keep running. `url` is without /v1. Who serves it loads its adapters."""
 
     patience_s = PATIENCE_S
+    admin_key: str | None = None
 
     def __init__(self, base_url: str, api_key: str | None) -> None:
         self.url = base_url.rstrip("/").removesuffix("/v1")

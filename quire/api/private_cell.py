@@ -42,6 +42,8 @@ _REFUSAL = re.compile(r"^[a-z_]+: error: (.*)", re.MULTILINE)
 _DEFAULTS = {"log_level": "warning", "drain_s": 1, "request_timeout_s": 7 * 86_400}
 """Instead of a server's: there is one caller, who waits however long a batch takes and leaves nothing to drain."""
 
+_ADAPTERS = {"enable_lora_updates": True, "lora_dir": ["/"]}
+
 _logger = logging.getLogger("quire")
 
 
@@ -61,10 +63,12 @@ class PrivateCell:
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.api_key = secrets.token_hex(16)
+        self.admin_key = secrets.token_hex(16) if arguments.get("enable_lora") else None
+        """For loading adapters, from wherever they lie: the caller owns this process."""
         self._arguments = arguments
         self._owner = os.getpid()
         self._cleanup = contextlib.ExitStack()
-        argv = to_argv(_DEFAULTS | dict(arguments))
+        argv = to_argv(_DEFAULTS | (_ADAPTERS if self.admin_key else {}) | dict(arguments))
         self._folder = self._cleanup.enter_context(private_folder(_logger.info))
         self._process: subprocess.Popen[bytes] | None = None
         self._has_started, self._has_ended = threading.Event(), threading.Event()
@@ -113,7 +117,7 @@ class PrivateCell:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=child_environment({flags.variable("api_key"): self.api_key}),
+                    env=child_environment(self._keys()),
                     process_group=0,
                 )
         except OSError as error:
@@ -122,6 +126,10 @@ class PrivateCell:
         if self._process is not None:
             self._process.wait()
         self._has_ended.set()
+
+    def _keys(self) -> dict[str, str]:
+        admin = {} if self.admin_key is None else {flags.variable("admin_key"): self.admin_key}
+        return {flags.variable("api_key"): self.api_key} | admin
 
     def _wait_ready(self) -> str:
         """Until a gateway can produce tokens; its address."""

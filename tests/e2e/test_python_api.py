@@ -19,7 +19,9 @@ from quire import LLM, AsyncLLM, LoRARequest, SamplingParams
 from quire.api.metrics import Gauge
 from shared.errors import ArgumentError, DeploymentError
 from tests.e2e.cell import Cell
+from tests.e2e.reference import GreedyReference
 from tests.faults.checker import check_at_rest
+from tests.gpu_worker.lora.peft_files import load_model, merge, write_adapter
 from tests.waiting import wait_until
 
 SMALL: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 4_000_000, "num_threads": 1}
@@ -115,13 +117,27 @@ def test_metrics_are_the_deployments(llm: LLM) -> None:
     assert {"vllm:num_requests_running", "vllm:generation_tokens", "vllm:time_to_first_token_seconds"} <= names
 
 
-def test_adapters_are_refused(llm: LLM) -> None:
-    """A LoRARequest should be refused in the caller's words, for all prompts or in one of them."""
-    adapter = LoRARequest("sql", 1, "/adapters/sql")
-    with pytest.raises(ValueError, match="lora_request: not supported"):
-        llm.generate(PROMPTS, GREEDY, lora_request=adapter)
-    with pytest.raises(ValueError, match="lora_request: not supported"):
-        llm.generate({"prompt": "x", "lora_request": adapter}, GREEDY)
+def test_adapters_are_loaded_from_where_they_lie(llm: LLM, model_folder: Path, tmp_path: Path) -> None:
+    """A LoRARequest should have its adapter loaded, for all prompts or for some of a call, and give what weights with
+    it merged into them give; without enable_lora it is refused in the caller's words."""
+    model = load_model(model_folder)
+    folder = write_adapter(model, tmp_path / "sql", seed=1, rank=4)
+    merge(model, folder).save_pretrained(tmp_path / "merged")
+    adapter, reference = LoRARequest("sql", 1, str(folder)), GreedyReference(tmp_path / "merged")
+    with LLM(model=str(model_folder), enable_lora=True, max_loras=4, max_lora_rank=64, **SMALL) as adapted:
+        plain, *some = adapted.generate(
+            [PROMPTS[0], {"prompt": PROMPTS[0], "lora_request": adapter}], GREEDY, use_tqdm=False
+        )
+        some += adapted.generate(PROMPTS[:1], GREEDY, lora_request=adapter, use_tqdm=False)
+        assert ids_of([plain]) == ids_of(llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False))
+        for output in some:
+            assert output.lora_request == adapter
+            assert reference.explain_mismatch(output.prompt_token_ids, output.outputs[0].token_ids) == ""
+        assert ids_of(some) != ids_of([plain]) * 2
+        with pytest.raises(ValueError, match=r"lora_path: .*/nowhere"):
+            adapted.generate("x", GREEDY, lora_request=LoRARequest("none", 2, "/nowhere"))
+    with pytest.raises(ValueError, match=r"lora_request: no adapter 'sql' is served.* enable_lora=True"):
+        llm.generate("x", GREEDY, lora_request=adapter)
 
 
 async def test_streams_survive_a_gateway(llm: LLM) -> None:

@@ -266,11 +266,13 @@ async def test_errors_are_in_the_callers_words(make_site: SiteMaker) -> None:
     await asyncio.gather(client.close(), other.close(), stranger.close())
 
 
-async def test_adapters_are_refused_until_there_are_any() -> None:
-    """A LoRARequest should be refused by the gateway's rule, and anything else as no such thing."""
+async def test_adapters_that_are_not_served_are_refused(site: Site) -> None:
+    """A LoRARequest should name what is served, and anything else is no such thing."""
     adapter = LoRARequest("sql", 1, "/adapters/sql")
-    with pytest.raises(ArgumentError, match="lora_request: not supported in this version"):
-        completion_job("0", Prompt(text="hi", lora_request=adapter), SamplingParams())
+    client = Client(RunningDeployment(site.base_url, None), "")
+    with pytest.raises(ArgumentError, match="lora_request: no adapter 'sql' is served; served: tiny; give its"):
+        await client.complete(completion_job("0", Prompt(text="hi", lora_request=adapter), SamplingParams()))
+    await client.close()
     with pytest.raises(ArgumentError, match="lora_request: must be a LoRARequest, got str"):
         chat_job("0", MESSAGES, SamplingParams(), lora_request="sql")
 
