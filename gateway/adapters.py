@@ -38,7 +38,8 @@ class AdapterDesk:
         for folder in folders:
             if not folder.is_dir():
                 raise ConfigError(f"--lora-dir={shorten(folder)}: there is no such folder")
-        self._roots = [folder.resolve() for folder in (*folders, *parse_lora_modules(model.lora_modules).values())]
+        modules = parse_lora_modules(model.lora_modules)
+        self._roots = [folder.resolve() for folder in (*folders, *(module.folder for module in modules))]
 
     async def read(self) -> None:
         """Take in what is registered. Raises `BusError`."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quire import checkpoint
+from shared.adapters import parse_lora_modules
 from shared.config import MAX_WORKERS_HERE, ModelConfig, ServeConfig
 from shared.errors import ConfigError, shorten
 
@@ -28,7 +29,7 @@ def resolve_models(config: ServeConfig, cache_dir: Path, say: Callable[[str], No
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two models are called {shorten(name)}; name one of them, as NAME=FOLDER")
-    return models
+    return _give_adapters(models) if len(models) > 1 else models
 
 
 def for_gateways(models: list[ModelConfig]) -> ModelConfig:
@@ -39,6 +40,22 @@ def for_gateways(models: list[ModelConfig]) -> ModelConfig:
     return ModelConfig(served_model_name=names, max_model_len=models[0].max_model_len)
 
 
+def _give_adapters(models: list[ModelConfig]) -> list[ModelConfig]:
+    """`models`, each with those of `--lora-modules` that are for it."""
+    texts, names = models[0].lora_modules, [name for model in models for name in model.served_model_name]
+    bases = [module.model for module in parse_lora_modules(texts)]
+    for text, base in zip(texts, bases, strict=True):
+        if base not in names:
+            raise ConfigError(f"--lora-modules={shorten(text)}: there are several models; give it as JSON, with one of "
+                              f"{shorten(', '.join(names))} as base_model_name")  # fmt: skip
+    return [
+        replace(model, lora_modules=tuple(
+            text for text, base in zip(texts, bases, strict=True) if base in model.served_model_name
+        ))
+        for model in models
+    ]  # fmt: skip
+
+
 def _check_several(config: ServeConfig) -> None:
     """Refuse what is for one model only."""
     if config.model.served_model_name:
@@ -47,9 +64,6 @@ def _check_several(config: ServeConfig) -> None:
     if config.model.tokenizer:
         raise ConfigError(f"--tokenizer={shorten(config.model.tokenizer)}: there are several models; put the tokenizer "
                           "of each into its folder")  # fmt: skip
-    if config.model.lora_modules:
-        raise ConfigError(f"--lora-modules={shorten(' '.join(config.model.lora_modules))}: there are several models; "
-                          "load adapters by HTTP, which names theirs (--enable-lora-updates)")  # fmt: skip
     if config.scaling.autoscale:
         raise ConfigError(f"--autoscale={shorten(config.scaling.autoscale)}: is for one model; give --workers, which "
                           "start for each of several models")  # fmt: skip

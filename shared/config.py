@@ -74,8 +74,10 @@ class ModelConfig:
                                         minimum=1)  # fmt: skip
     dtype: str = setting("auto", "of weights, and of KV by default; auto: the checkpoint's", choices=(
         "auto", "float32", "bfloat16", "float16"))  # fmt: skip
-    lora_modules: tuple[str, ...] = setting((), "adapters that are served from the start, each as NAME=FOLDER (with "
-                                            "--enable-lora)", may_be_empty=False)  # fmt: skip
+    lora_modules: tuple[str, ...] = setting(
+        (), "adapters that are served from the start (with --enable-lora), each as NAME=FOLDER or, where there are "
+        """several models, as JSON: '{"name": NAME, "path": FOLDER, "base_model_name": MODEL}'""",
+        may_be_empty=False)  # fmt: skip
     quantization: str = setting("none", "quantize a float checkpoint at load, activations to int8 (CPU only); "
                                 "int4 keeps an int8 output projection. How a quantized checkpoint is stored its own "
                                 "config.json says; its method may be named here and must be that one", choices=(

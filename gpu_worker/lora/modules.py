@@ -34,13 +34,17 @@ def read_modules(model: ModelConfig, source: AdapterSource) -> tuple[AdapterCard
     """What to register of `--lora-modules`.
 
     Raises:
-        ConfigError: an adapter is called as the model is, can't be read or does not fit.
+        ConfigError: an adapter is called as the model is or for another, can't be read or does not fit.
     """
     served_names = model.served_model_name or (Path(model.model).name,)
     cards = []
-    for name, folder in parse_lora_modules(model.lora_modules).items():
+    for module in parse_lora_modules(model.lora_modules):
+        name, folder = module.name, module.folder
         if name in served_names:
             raise ConfigError(f"--lora-modules={shorten(name)}: the model is called so; choose another name")
+        if module.model and module.model not in served_names:
+            raise ConfigError(f"--lora-modules={shorten(name)}: base_model_name {shorten(module.model)} is not this "
+                              f"model; it is called {shorten(', '.join(served_names))}")  # fmt: skip
         content = source.load(folder).content
         cards.append(AdapterCard(name=name, model=served_names[0], path=str(folder.resolve()), content=content))
     return tuple(cards)

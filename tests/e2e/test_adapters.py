@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tests.e2e.cell import Cell
 from tests.e2e.conftest import SMALL
 from tests.e2e.reference import GreedyReference
 from tests.e2e.test_equality import read_token_ids
+from tests.e2e.test_families import write_model
 from tests.faults.streams import follow
 from tests.gpu_worker.lora.peft_files import load_model, merge, write_adapter
 from tests.waiting import wait_until_async
@@ -128,3 +129,33 @@ async def test_each_adapter_answers_by_its_name(cell: Cell, adapters: Adapters) 
         for name in ("b", "c", "broken"):
             assert await change(session, cell, "unload", name=name) == 200
         await wait_names(session, cell, {"a"})
+
+
+async def test_two_models_and_three_adapters_answer_by_their_names(
+    start_cell: Callable[..., Cell], adapters: Adapters, model_folder: Path, tmp_path: Path
+) -> None:
+    """Each of two models and of the adapters that are theirs should be listed, and answer with its own tokens."""
+    other = write_model("gemma3", tmp_path / "tiny-gemma3", model_folder)
+    model = load_model(other)
+    merge(model, write_adapter(model, tmp_path / "g", seed=7, rank=4)).save_pretrained(tmp_path / "merged-g")
+    references = {model_folder.name: adapters.references[""], other.name: GreedyReference(other)}
+    references |= {name: adapters.references[name] for name in ("a", "b")} | {
+        "g": GreedyReference(tmp_path / "merged-g")
+    }
+    modules = [
+        json.dumps({"name": name, "path": str(folder), "base_model_name": base})
+        for name, folder, base in (
+            ("a", adapters.root / "a", model_folder.name), ("b", adapters.root / "b", model_folder.name),
+            ("g", tmp_path / "g", other.name),
+        )
+    ]  # fmt: skip
+    cell = start_cell("--enable-lora", "--max-lora-rank=8", "--lora-modules", *modules, "--more-models", str(other))
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{cell.url}/v1/models") as response:
+            cards = {card["id"]: card["parent"] for card in (await response.json())["data"]}
+        bases = {"a": model_folder.name, "b": model_folder.name, "g": other.name}
+        assert cards == {model_folder.name: None, other.name: None} | bases
+        drawn = await draw(session, cell, list(references))
+    for name, tokens in zip(references, drawn, strict=True):
+        assert references[name].explain_mismatch(PROMPT, tokens) == "", name
+    assert len({tuple(tokens) for tokens in drawn}) == len(references)

@@ -47,6 +47,19 @@ def test_a_single_model_is_told_to_gateways_as_it_is(tmp_path: Path) -> None:
         resolve(f"x={a}", "--served-model-name=y")
 
 
+def test_adapters_go_to_the_model_that_they_name(tmp_path: Path) -> None:
+    """Each worker should be told of its own model's adapters; one that names no model be refused."""
+    a, b = make_checkpoint(tmp_path / "a"), make_checkpoint(tmp_path / "b")
+    texts = [
+        '{"name": "x", "path": "/x", "base_model_name": "b"}',
+        '{"name": "y", "path": "/y", "base_model_name": "a"}',
+    ]
+    first, second = resolve(str(a), "--more-models", str(b), "--enable-lora", "--lora-modules", *texts)
+    assert (first.lora_modules, second.lora_modules) == ((texts[1],), (texts[0],))
+    with pytest.raises(ConfigError, match="give it as JSON, with one of a, b as base_model_name"):
+        resolve(str(a), "--more-models", str(b), "--enable-lora", "--lora-modules", "x=/x")
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (("--served-model-name=y",), "name each, as NAME=FOLDER"), (("--autoscale=1:2",), "is for one model"),
     (("--workers=40",), "that makes 80, at most 64"), ((), "two models are called a")])  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shared import config
-from shared.adapters import content_hash, parse_lora_modules
+from shared.adapters import LoraModule, content_hash, parse_lora_modules
 from shared.config import ServeConfig
 from shared.errors import ConfigError
 
@@ -16,7 +16,13 @@ UPDATES = ["--enable-lora-updates", "--lora-dir=/adapters"]
 
 def test_modules_are_named_folders() -> None:
     """Each entry should be a name and a folder, which may hold an equals sign."""
-    assert parse_lora_modules(("a=/x", "b=/y=z")) == {"a": Path("/x"), "b": Path("/y=z")}
+    texts = ("a=/x", "b=/y=z", '{"name": "c", "path": "/z", "base_model_name": "big"}', '{"name": "d", "path": "/w"}')
+    assert parse_lora_modules(texts) == (
+        LoraModule(name="a", folder=Path("/x")),
+        LoraModule(name="b", folder=Path("/y=z")),
+        LoraModule(name="c", folder=Path("/z"), model="big"),
+        LoraModule(name="d", folder=Path("/w")),
+    )
 
 
 @pytest.mark.parametrize(
@@ -24,7 +30,10 @@ def test_modules_are_named_folders() -> None:
     [
         (["--enable-lora", "--lora-modules", "sql"], "--lora-modules=sql: must be NAME=FOLDER"),
         (["--enable-lora", "--lora-modules", "=x"], "must be NAME=FOLDER"),
-        (["--enable-lora", "--lora-modules", "a=x", "a=y"], "--lora-modules=a=y: the name comes twice"),
+        (["--enable-lora", "--lora-modules", '{"name": "a"'], "is not JSON"),
+        (["--enable-lora", "--lora-modules", '{"name": "a", "path": 3}'], 'must be NAME=FOLDER, or {"name": NAME'),
+        (["--enable-lora", "--lora-modules", '{"name": "a", "path": "x", "rank": "3"}'], "must be NAME=FOLDER, or"),
+        (["--enable-lora", "--lora-modules", "a=x", "a=y"], "--lora-modules: the name a comes twice"),
         (["--lora-modules", "a=x"], "--lora-modules=a=x: needs --enable-lora"),
         (["--max-loras=0"], "--max-loras='0': must be"),
         (UPDATES, "--enable-lora-updates: set --admin-key"),
