@@ -169,7 +169,7 @@ def _dtype_name(wanted: str, config: CheckpointConfig) -> str:
     if name not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"the checkpoint's dtype {shorten(name)} is not supported; choose one with --dtype")
     if wanted == "auto" and name == "float16" and config.scheme is not None:  # of which the CPU kernels have none
-        _log.info("dtype.chosen", dtype="bfloat16", why="a quantized checkpoint of float16 on a CPU")
+        _log.warning("dtype.chosen", dtype="bfloat16", why="a quantized checkpoint of float16 on a CPU")
         return "bfloat16"
     return name
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -34,6 +34,10 @@ class StepContext:
     slots: WriteSlots
     batch: PagedBatch
     cache: KvCache
+
+
+Project = Callable[[Tensor], Tensor]
+"""[rows, in] → [rows, out]: a `Linear`, or what stands for one."""
 
 
 class Linear:
@@ -99,7 +103,13 @@ class Attention:
     """Self-attention of layer `layer` over the paged cache, with queries, keys and values from one projection."""
 
     def __init__(
-        self, config: CheckpointConfig, layer: int, *, qkv: Linear, output: Linear, head_norms: HeadNorms | None = None
+        self,
+        config: CheckpointConfig,
+        layer: int,
+        *,
+        qkv: Project,
+        output: Project,
+        head_norms: HeadNorms | None = None,
     ) -> None:
         self._layer = layer
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
@@ -134,7 +144,7 @@ class GatedMlp:
         gate: of `CheckpointConfig`.
     """
 
-    def __init__(self, gate_up: Linear, down: Linear, gate: str) -> None:
+    def __init__(self, gate_up: Project, down: Project, gate: str) -> None:
         self._gate_up, self._down, self._gate = gate_up, down, _GATES[gate]
 
     def __call__(self, x: Tensor) -> Tensor:
