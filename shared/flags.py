@@ -150,7 +150,9 @@ def _make_parser(leaves: Mapping[str, _Leaf], program: str, description: str) ->
 
 def _parse_argv(parser: _Parser, leaves: Mapping[str, _Leaf], argv: Sequence[str]) -> dict[str, Any]:
     """What `argv` gives, None for the rest. Raises `ConfigError` for what is no option, naming the one meant."""
-    given, unknown = parser.parse_known_args(list(argv))
+    num_positionals = sum(leaf.field.metadata["is_positional"] for leaf in leaves.values())
+    read = parser.parse_known_args if num_positionals < 2 else parser.parse_known_intermixed_args
+    given, unknown = read(list(argv))
     if unknown:
         options = ["--" + name.replace("_", "-") for name in leaves]
         meant = _meant(unknown[0].partition("=")[0], options)

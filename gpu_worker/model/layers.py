@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -41,6 +41,10 @@ class ActiveRows:
     """Which rows of the step that computes have an adapter, for all projections of a model. None: no row has one."""
 
     rows: AdapterRows | None = None
+
+
+Project = Callable[[Tensor], Tensor]
+"""[rows, in] → [rows, out]: a `Linear`, or what stands for one."""
 
 
 class Linear:
@@ -117,7 +121,13 @@ class Attention:
     """Self-attention of layer `layer` over the paged cache, with queries, keys and values from one projection."""
 
     def __init__(
-        self, config: CheckpointConfig, layer: int, *, qkv: Linear, output: Linear, head_norms: HeadNorms | None = None
+        self,
+        config: CheckpointConfig,
+        layer: int,
+        *,
+        qkv: Project,
+        output: Project,
+        head_norms: HeadNorms | None = None,
     ) -> None:
         self._layer = layer
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
@@ -127,8 +137,8 @@ class Attention:
 
     @property
     def projections(self) -> dict[str, Linear]:
-        """By name."""
-        return {"qkv": self._qkv, "output": self._output}
+        """By name, those that can have adapters."""
+        return _linears(qkv=self._qkv, output=self._output)
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """[rows, hidden] → [rows, hidden]; writes this step's keys and values into the cache."""
@@ -157,14 +167,18 @@ class GatedMlp:
         gate: of `CheckpointConfig`.
     """
 
-    def __init__(self, gate_up: Linear, down: Linear, gate: str) -> None:
+    def __init__(self, gate_up: Project, down: Project, gate: str) -> None:
         self._gate_up, self._down, self._gate = gate_up, down, _GATES[gate]
 
     @property
     def projections(self) -> dict[str, Linear]:
-        """By name."""
-        return {"gate_up": self._gate_up, "down": self._down}
+        """By name, those that can have adapters."""
+        return _linears(gate_up=self._gate_up, down=self._down)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, hidden] → [rows, hidden]."""
         return self._down(self._gate(self._gate_up(x)))
+
+
+def _linears(**projections: Project) -> dict[str, Linear]:
+    return {name: linear for name, linear in projections.items() if isinstance(linear, Linear)}

@@ -71,6 +71,11 @@ class Checkpoint:
             )
         return tensor.to(device=self._device, dtype=dtype or self._dtype)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors there are."""
+        return frozenset(self._files)
+
     def has(self, name: str) -> bool:
         """Whether there is a tensor `name`."""
         return name in self._files
