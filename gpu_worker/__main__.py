@@ -8,9 +8,10 @@ import time
 
 import uvloop
 
-from gpu_worker.devices import claim_gpu
+from gpu_worker.devices import claim_gpus
 from gpu_worker.engine.engine import EngineBroken
 from gpu_worker.metrics import WorkerMetrics
+from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.service import LoadedModel, Place, WorkerService, new_place
 from shared import failpoints, logs, process
 from shared.bus import Bus
@@ -34,7 +35,7 @@ def main() -> int:
             process.die_with_parent()
         logs.set_up("gpu_worker", config.process.log_level)
         with refuse_long_paths():
-            uvloop.run(_run(config))
+            uvloop.run(_run(config, _start_ranks(config)))
     except ConfigError as error:
         print(f"gpu_worker: error: {error}", file=sys.stderr)
         return 2
@@ -53,25 +54,32 @@ def _check(config: WorkerConfig) -> None:
         raise ConfigError("--model: name a model folder")
 
 
-async def _run(config: WorkerConfig) -> None:
+def _start_ranks(config: WorkerConfig) -> Ranks | None:
+    size = config.engine.tensor_parallel_size
+    return None if size == 1 else Ranks(size, sys.argv[1:])
+
+
+async def _run(config: WorkerConfig, ranks: Ranks | None) -> None:
     bus = open_bus(config.process.redis_url)
     metrics = WorkerMetrics()
     port = config.process.metrics_port
     server = None if port is None else serve_metrics(metrics.registry, host=config.process.metrics_host, port=port)
     try:
-        place = await claim_gpu(bus, config.engine.device, new_place())
-        model = await _load_model(bus, config, place)
+        place = await claim_gpus(bus, config.engine.device, new_place(), config.engine.tensor_parallel_size)
+        model = await _load_model(bus, config, place, ranks)
         stop = asyncio.Event()
         process.install_stop_signals(stop)
         process.settle_memory()
         await WorkerService(bus, config, model, place, metrics.take).run(stop)
+        if ranks is not None:
+            ranks.end()
     finally:
         await bus.close()
         if server is not None:
             server.close()
 
 
-async def _load_model(bus: Bus, config: WorkerConfig, place: Place) -> LoadedModel:
+async def _load_model(bus: Bus, config: WorkerConfig, place: Place, ranks: Ranks | None) -> LoadedModel:
     """The model, loaded in this very thread (the current CUDA device is a thread's); a failure frees the claim."""
     process.pause_garbage_collector()
     from gpu_worker.model.assembly import load_runner
@@ -80,7 +88,12 @@ async def _load_model(bus: Bus, config: WorkerConfig, place: Place) -> LoadedMod
     since = time.monotonic()
     model: LoadedModel | None = None
     try:
-        model = load_runner(config)
+        if ranks is None:
+            model = load_runner(config)
+        else:
+            from gpu_worker.parallel.leader import load_leading_runner
+
+            model = load_leading_runner(config, ranks, place.cards)
     finally:
         if model is None:
             await _give_claim_back(bus, place)
@@ -93,7 +106,7 @@ async def _load_model(bus: Bus, config: WorkerConfig, place: Place) -> LoadedMod
 
 
 async def _give_claim_back(bus: Bus, place: Place) -> None:
-    if place.device_id is None:
+    if not place.device_ids:
         return
     try:
         await bus.bye(place.first_id)

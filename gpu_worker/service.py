@@ -74,11 +74,12 @@ class LoadedModel(ModelRunner, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where this process runs: its first identity, and the device it has claimed, if it had to (`device_id`;
-    `prepare_thread` makes it the current one of a thread)."""
+    """Where this process runs: its first identity, and the devices it has claimed, if it had to (`device_ids`, `cards`
+    by their CUDA numbers, one for each rank; `prepare_thread` makes the first one the current one of a thread)."""
 
     first_id: WorkerId
-    device_id: str | None = None
+    device_ids: tuple[str, ...] = ()
+    cards: tuple[int, ...] = ()
     prepare_thread: Callable[[], None] | None = None
 
 
@@ -207,8 +208,8 @@ class WorkerService:
         """Hello, as often as it takes."""
         while not stop.is_set():
             try:
-                if self._place.device_id is not None:
-                    await self._bus.claim_device(mine.worker_id, [self._place.device_id])
+                for device_id in self._place.device_ids:
+                    await self._bus.claim_device(mine.worker_id, [device_id])
                 await self._bus.hello(self._describe(mine.worker_id))
             except BusError as error:
                 _log.recurring("hello.failed", error=error)
@@ -273,7 +274,7 @@ def _shown_settings(config: WorkerConfig) -> tuple[tuple[str, str], ...]:
     """What else says how this worker runs."""
     engine = config.engine
     names = ("batching", "kv_layout", "kv_cache_dtype", "gpu_memory_utilization", "max_num_batched_tokens",
-             "enable_chunked_prefill", "max_step_ms", "num_threads")  # fmt: skip
+             "enable_chunked_prefill", "max_step_ms", "num_threads", "tensor_parallel_size")  # fmt: skip
     shown = tuple((name, str(getattr(engine, name))) for name in names)
     return (*shown, ("quantization", config.model.quantization), ("speculative", str(bool(engine.speculative_config))))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from gpu_worker.model.llama import Llama, load_llama
 from gpu_worker.model.loader import Checkpoint, fingerprint
 from gpu_worker.model.quantization import QUANTIZATIONS
 from gpu_worker.model.runner import Decoder, DecoderRunner, ModelCard
+from gpu_worker.model.split import WHOLE, Split
 from gpu_worker.model.vocabulary import tokenizer_size
 from gpu_worker.model.weights import ignored_weights
 from gpu_worker.model.windows import shared_window, without_idle_windows
@@ -38,29 +39,74 @@ from shared.messages import SamplingParams
 _log = get_log("runner")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What computes steps: of a worker of several ranks, each has its own. `pool` is None but for the CPU kernels."""
+
+    model: Decoder
+    cache: KvCache
+    inputs: StepInputs
+    host_memory: HostMemory | None
+    size: KvSize
+    card: ModelCard
+    pool: Pool | None
+
+
 def load_runner(config: WorkerConfig) -> DecoderRunner:
     """The runner that `config` asks for, its weights loaded and its KV cache made. Sets torch's thread count.
 
     Raises:
         ConfigError: the model folder, a flag or the memory does not allow it.
     """
+    if config.engine.tensor_parallel_size > 1:
+        raise ConfigError(f"--tensor-parallel-size={config.engine.tensor_parallel_size}: only workers have several "
+                          "ranks; this command computes in one process: leave it out")  # fmt: skip
+    return make_runner(load_parts(config), config.engine)
+
+
+def make_runner(parts: Parts, engine: EngineConfig) -> DecoderRunner:
+    """A runner over `parts`."""
+    device, capacity = parts.cache.device, parts.inputs.capacity
+    return DecoderRunner(
+        parts.model,
+        parts.cache,
+        inputs=parts.inputs,
+        sampler=Sampler(
+            vocab_size=parts.card.vocab_size,
+            max_num_seqs=engine.max_num_seqs,
+            device=device,
+            chooser=None if parts.pool is None else Chooser(parts.pool, capacity.max_wanted),
+        ),
+        card=parts.card,
+        graphs=_capture(parts, engine),
+        host_memory=parts.host_memory,
+    )
+
+
+def load_parts(config: WorkerConfig, split: Split = WHOLE) -> Parts:
+    """What computes the steps of a worker, or a rank's part of them. Sets torch's thread count.
+
+    Raises:
+        ConfigError: the model folder, a flag or the memory does not allow it.
+    """
     engine = config.engine
-    if engine.num_threads is not None:
-        torch.set_num_threads(engine.num_threads)
-    folder, device = Path(config.model.model), _device(engine.device)
+    if engine.num_threads is not None or split.size > 1:
+        torch.set_num_threads(engine.num_threads or max(1, torch.get_num_threads() // split.size))
+    folder, device = Path(config.model.model), find_device(engine.device)
     checkpoint_config, model_len = _read_config(folder, config.model.max_model_len)
     dtype_name = _dtype_name(config.model.dtype, checkpoint_config)
     dtype: torch.dtype = getattr(torch, dtype_name)
-    layout = _layout(checkpoint_config, engine, dtype)
-    pool = open_pool(config, checkpoint_config, layout, dtype) if device.type == "cpu" else None
+    layout = _layout(split.own(checkpoint_config), engine, dtype)
+    can_have_pool = device.type == "cpu" and split.rank == 0
+    pool = open_pool(config, checkpoint_config, layout, dtype) if can_have_pool else None
     model: Decoder
     if pool is not None:
         layout = replace(layout, is_packed=True)
         model = load_cpu_decoder(checkpoint_config, config, layout, pool, dtype=dtype, model_len=model_len)
     else:
-        model = _load_model(checkpoint_config, config, dtype=dtype, device=device, model_len=model_len)
+        model = _load_model(checkpoint_config, config, dtype=dtype, device=device, model_len=model_len, split=split)
     window = shared_window(checkpoint_config) or 0
-    size = _size_kv(_need(config, layout, window, model_len), config, model, device)
+    size = _size_kv(_need(config, layout, window, model_len), config, model, device, split)
     arithmetic = _arithmetic(config, dtype_name, layout.dtype, pool) + _rope_choice(checkpoint_config, model_len)
     card = ModelCard(
         fingerprint=fingerprint(folder, arithmetic),
@@ -71,21 +117,15 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
         key_cost=_key_cost(checkpoint_config),
         window=window,
     )
-    capacity = _capacity(config, size.max_model_len)
-    cache, inputs = layout.allocate(size.num_blocks, device), StepInputs(capacity, device)
-    return DecoderRunner(
-        model,
-        cache,
-        inputs=inputs,
-        sampler=Sampler(
-            vocab_size=card.vocab_size,
-            max_num_seqs=engine.max_num_seqs,
-            device=device,
-            chooser=None if pool is None else Chooser(pool, capacity.max_wanted),
-        ),
+    cache = layout.allocate(size.num_blocks, device)
+    return Parts(
+        model=model,
+        cache=cache,
+        inputs=StepInputs(_capacity(config, size.max_model_len), device),
+        host_memory=_host_memory(layout, cache, engine),
+        size=size,
         card=card,
-        graphs=_capture(model, cache, inputs, size, engine) if isinstance(model, Llama) else None,
-        host_memory=_host_memory(layout, cache, engine.swap_bytes),
+        pool=pool,
     )
 
 
@@ -123,22 +163,25 @@ def _layout(config: CheckpointConfig, engine: EngineConfig, dtype: torch.dtype) 
     )
 
 
-def _host_memory(layout: KvLayout, cache: KvCache, swap_bytes: int) -> HostMemory | None:
-    """`--swap-space`; None: there is none."""
-    if not swap_bytes:
+def _host_memory(layout: KvLayout, cache: KvCache, engine: EngineConfig) -> HostMemory | None:
+    """`--swap-space`, this rank's part of it; None: there is none."""
+    if not engine.swap_bytes:
         return None
-    is_card, cache_bytes = cache.device.type == "cuda", cache.num_blocks * cache.block_bytes
-    num_blocks = size_host(swap_bytes, layout, cache_bytes=0 if is_card else cache_bytes)
+    is_card, num_ranks = cache.device.type == "cuda", engine.tensor_parallel_size
+    cache_bytes = 0 if is_card else cache.num_blocks * cache.block_bytes * num_ranks
+    num_blocks = size_host(engine.swap_bytes, layout, cache_bytes=cache_bytes, num_ranks=num_ranks)
     host = layout.allocate_host(num_blocks, is_pinned=is_card)
     _log.info("swap.sized", tokens=num_blocks * layout.block_size, blocks=num_blocks, mib=host.nbytes / 2**20)
     return CardHostMemory(cache, host, CudaStreams()) if is_card else CpuHostMemory(cache, host)
 
 
-def _capture(
-    model: Llama, cache: KvCache, inputs: StepInputs, size: KvSize, engine: EngineConfig
-) -> DecodeGraphs | None:
+def _capture(parts: Parts, engine: EngineConfig) -> DecodeGraphs | None:
     """The graphs of all decode steps that are not too large; None where there are no graphs or none are wanted."""
+    model, cache, inputs, size = parts.model, parts.cache, parts.inputs, parts.size
     if cache.device.type != "cuda" or engine.enforce_eager:
+        return None
+    if not isinstance(model, Llama):
+        _log.info("graphs.off", why="several ranks compute a step")
         return None
     if not model.has_fixed_shapes:
         _log.info("graphs.off", why="how many rows each expert gets is known to the card only")
@@ -154,7 +197,8 @@ def _capture(
         )
 
 
-def _device(wanted: str) -> torch.device:
+def find_device(wanted: str) -> torch.device:
+    """What `--device` stands for here. Raises `ConfigError`."""
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -186,7 +230,7 @@ def _rope_choice(config: CheckpointConfig, model_len: int) -> str:
 
 def _load_model(
     checkpoint_config: CheckpointConfig, config: WorkerConfig, *, dtype: torch.dtype, device: torch.device,
-    model_len: int,
+    model_len: int, split: Split,
 ) -> Llama:  # fmt: skip
     if checkpoint_config.attention_softcap is not None and device.type != "cpu":
         family = checkpoint_config.architecture
@@ -196,7 +240,7 @@ def _load_model(
     checkpoint = Checkpoint(Path(config.model.model), dtype=dtype, device=device)
     quantization = QUANTIZATIONS[config.model.quantization]
     with torch.inference_mode():
-        model = load_llama(checkpoint_config, checkpoint, model_len, device, quantization)
+        model = load_llama(checkpoint_config, checkpoint, model_len, device, quantization, split=split)
     checkpoint.close(ignored=ignored_weights(checkpoint_config))
     return model
 
@@ -204,7 +248,8 @@ def _load_model(
 def _arithmetic(config: WorkerConfig, dtype: str, kv_dtype: torch.dtype, pool: Pool | None) -> str:
     """A name that is the same where results are."""
     way = "torch" if pool is None else f"cpu kernels {pool.isa.value}"
-    return f"{dtype} {config.model.quantization} {way} kv {str(kv_dtype).removeprefix('torch.')}"
+    ranks = "" if (size := config.engine.tensor_parallel_size) == 1 else f" ranks {size}"
+    return f"{dtype} {config.model.quantization} {way} kv {str(kv_dtype).removeprefix('torch.')}{ranks}"
 
 
 def _key_cost(config: CheckpointConfig) -> float:
@@ -231,17 +276,18 @@ def _capacity(config: WorkerConfig, max_model_len: int) -> StepCapacity:
     )
 
 
-def _size_kv(need: KvNeed, config: WorkerConfig, model: Decoder, device: torch.device) -> KvSize:
+def _size_kv(need: KvNeed, config: WorkerConfig, model: Decoder, device: torch.device, split: Split) -> KvSize:
+    """The size of the cache, the same on all ranks: what the one with the least memory has room for."""
     explicit = config.engine.kv_cache_memory_bytes
     if explicit is not None:
-        available = explicit
+        available = explicit // split.size
     elif device.type == "cuda":
         assert isinstance(model, Llama)
         available = cuda_bytes(config.engine.gpu_memory_utilization, _profile(need, config, model, device), device)
         available -= 2 * NUM_STAGED * need.layout.block_bytes if config.engine.swap_bytes else 0
     else:
-        available = cpu_default_bytes()
-    size = size_kv(need, available, is_explicit=explicit is not None)
+        available = cpu_default_bytes() // split.size
+    size = size_kv(need, split.least(available), is_explicit=explicit is not None)
     if size.max_model_len < need.model_len:
         _log.warning("context.lowered", max_model_len=size.max_model_len,
                      model_allows=need.model_len, remedy="--kv-cache-memory-bytes")  # fmt: skip

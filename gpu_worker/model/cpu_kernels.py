@@ -50,6 +50,8 @@ def open_pool(
     try:
         if dtype not in (torch.float32, torch.bfloat16):
             raise CpuKernelsUnavailable(f"a model of {dtype}; the CPU kernels have bfloat16 and float32")
+        if (num_ranks := config.engine.tensor_parallel_size) > 1:
+            raise CpuKernelsUnavailable(f"--tensor-parallel-size={num_ranks}; the CPU kernels are for one rank")
         _refuse_what_torch_must(checkpoint_config)
         layout.kv_shape  # noqa: B018 - raises for what the kernels don't have
         library = _load_best(config) if isa == "auto" else load_library(_cache_folder(config), Isa(isa), _announce)

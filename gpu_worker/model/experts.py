@@ -10,7 +10,7 @@ to the device only, so a step waits for it, and cannot be captured as a CUDA gra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,10 +20,17 @@ from gpu_worker.model.layers import GatedMlp, Linear
 
 
 class ExpertMlp:
-    """Feed-forward layer of `experts` behind `router`, hidden → number of experts."""
+    """Feed-forward layer of `experts` behind `router`, hidden → number of experts.
 
-    def __init__(self, config: Experts, router: Linear, experts: Sequence[GatedMlp]) -> None:
-        self._config, self._router, self._experts = config, router, experts
+    Args:
+        add_up: of the ranks' results, where each has some of the experts' inner numbers; None: these are all.
+    """
+
+    def __init__(
+        self, config: Experts, router: Linear, experts: Sequence[GatedMlp],
+        add_up: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self._config, self._router, self._experts, self._add_up = config, router, experts, add_up
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, hidden] → [rows, hidden]."""
@@ -36,7 +43,7 @@ class ExpertMlp:
                 rows = pairs // self._config.num_used
                 weighted = expert(x[rows]) * shares.flatten()[pairs, None]
                 out.index_add_(0, rows, weighted.to(x.dtype))
-        return out
+        return out if self._add_up is None else self._add_up(out)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Each row's shares, float32, and experts, both [rows, num_used]."""

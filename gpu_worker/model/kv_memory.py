@@ -80,11 +80,12 @@ def size_kv(need: KvNeed, available_bytes: int, *, is_explicit: bool) -> KvSize:
     )
 
 
-def size_host(swap_bytes: int, layout: KvLayout, *, cache_bytes: int) -> int:
-    """How many blocks `--swap-space` holds.
+def size_host(swap_bytes: int, layout: KvLayout, *, cache_bytes: int, num_ranks: int = 1) -> int:
+    """How many blocks `--swap-space` holds, each rank its part of them.
 
     Args:
-        cache_bytes: of free memory, those that the KV cache will take.
+        layout: of one rank.
+        cache_bytes: of free memory, those that the KV cache will take, of all ranks.
 
     Raises:
         ConfigError: none, or the memory is not there.
@@ -95,12 +96,13 @@ def size_host(swap_bytes: int, layout: KvLayout, *, cache_bytes: int) -> int:
             f"--swap-space={swap_bytes / 2**30:g}: beside the KV cache {free / 2**30:.2f} GiB of memory are free; "
             "lower it"
         )
-    if swap_bytes < layout.block_bytes:
+    block_bytes = layout.block_bytes * num_ranks
+    if swap_bytes < block_bytes:
         raise ConfigError(
-            f"--swap-space={swap_bytes / 2**30:g}: {swap_bytes} bytes hold no block of {layout.block_bytes} bytes "
+            f"--swap-space={swap_bytes / 2**30:g}: {swap_bytes} bytes hold no block of {block_bytes} bytes "
             f"({layout.block_size} tokens); raise it, or set 0 for none"
         )
-    return swap_bytes // layout.block_bytes
+    return swap_bytes // block_bytes
 
 
 def cpu_default_bytes() -> int:

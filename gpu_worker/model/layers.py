@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -41,17 +41,28 @@ class Linear:
     Args:
         weight: [out, in]. bias: [out] or None.
         kind: what the weight is quantized to: "none", "int8" or "int4".
+        add_up: of the ranks' results, where each has some of the inputs; None: these are all.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, kind: str = "none") -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, kind: str = "none",
+        add_up: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self._weight = pack_weight(weight) if kind == "none" else quantize(weight, kind)
         self._bias = bias
+        self._add_up = add_up
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] → [rows, out]."""
+        if self._add_up is None:
+            return self._multiply(x, self._bias)
+        sums = self._add_up(self._multiply(x, None))
+        return sums if self._bias is None else sums + self._bias
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(self._weight, QuantizedWeight):
-            return quantized_linear(x, self._weight, self._bias).to(x.dtype)
-        return linear(x, self._weight, self._bias)
+            return quantized_linear(x, self._weight, bias).to(x.dtype)
+        return linear(x, self._weight, bias)
 
     def rows(self, like: Tensor) -> Tensor:
         """The weight as a table to look rows up in, of the dtype of `like`, which it was made of."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_worker.model.config import CheckpointConfig, read_decoder, refuse_windows
@@ -20,6 +19,7 @@ from gpu_worker.model.layers import Attention, GatedMlp, HeadNorms, Linear, RmsN
 from gpu_worker.model.loader import Checkpoint
 from gpu_worker.model.quantization import QUANTIZATIONS, Quantization
 from gpu_worker.model.rope import rotary_table
+from gpu_worker.model.split import WHOLE, Split, Vocabulary
 from gpu_worker.model.weights import LayerWeights, MlpWeights, read_layer, read_outer
 from kernels.kv_write import WriteSlots
 from kernels.rotary import take_turns
@@ -82,17 +82,17 @@ class Llama:
     """A decoder with its embedding and output projection.
 
     Args:
-        embedding: [vocab, hidden]. head: hidden → vocab.
+        vocabulary: of which `embedding` [ids, hidden] and `head`, hidden → ids, are this rank's part.
         scales: of embeddings and logits.
         cos_sin: of each of the model's ropes, [positions, head_size] float32, from `rotary_table`.
     """
 
     def __init__(
         self, embedding: Tensor, layers: list[DecoderLayer], *, norm: RmsNorm, head: Linear, scales: OuterScales,
-        cos_sin: Sequence[Tensor],
+        cos_sin: Sequence[Tensor], vocabulary: Vocabulary,
     ) -> None:  # fmt: skip
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
-        self._scales, self._cos_sin = scales, cos_sin
+        self._scales, self._cos_sin, self._vocabulary = scales, cos_sin, vocabulary
 
     @property
     def has_fixed_shapes(self) -> bool:
@@ -107,7 +107,7 @@ class Llama:
             batch=inputs.batch,
             cache=cache,
         )
-        residual = F.embedding(inputs.token_ids, self._embedding)
+        residual = self._vocabulary.look_up(inputs.token_ids, self._embedding)
         if self._scales.embedding != 1.0:
             residual *= self._scales.embedding
         x: Tensor | None = None
@@ -140,8 +140,8 @@ class Llama:
         return {}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] → [rows, vocab] float32."""
-        logits, cap = self._head(hidden).float(), self._scales.logit_softcap
+        """[rows, hidden] → [rows, vocab] float32; of several ranks, on the first."""
+        logits, cap = self._vocabulary.join(self._head(hidden)).float(), self._scales.logit_softcap
         return logits if cap is None else softcap(logits, cap)
 
 
@@ -151,12 +151,14 @@ def load_llama(
     max_model_len: int,
     device: torch.device,
     quantization: Quantization = QUANTIZATIONS["none"],
+    *,
+    split: Split = WHOLE,
 ) -> Llama:
-    """The model of `config` with its weights from `checkpoint`."""
-    outer = read_outer(config, checkpoint)
+    """The model of `config`, or this rank's part of it, with its weights from `checkpoint`."""
+    outer, own = read_outer(config, checkpoint, split), split.own(config)
     head = Linear(outer.head, kind=quantization.outer)
     layers = [
-        _make_layer(config, read_layer(config, checkpoint, layer), layer, quantization.body)
+        _make_layer(own, read_layer(config, checkpoint, layer, split), layer, quantization.body, split)
         for layer in range(config.num_layers)
     ]
     return Llama(
@@ -166,6 +168,7 @@ def load_llama(
         head=head,
         scales=OuterScales(float(outer.embedding.new_tensor(config.embedding_scale)), config.logit_softcap),
         cos_sin=[rotary_table(rope, config.head_size, max_model_len, device) for rope in config.distinct_ropes],
+        vocabulary=Vocabulary(config.vocab_size, split),
     )
 
 
@@ -173,33 +176,37 @@ def _find_best(logits: Tensor, vocab_size: int) -> Tensor:
     return logits[:, :vocab_size].argmax(dim=-1)
 
 
-def _make_layer(config: CheckpointConfig, weights: LayerWeights, layer: int, kind: str) -> DecoderLayer:
+def _make_layer(config: CheckpointConfig, weights: LayerWeights, layer: int, kind: str, split: Split) -> DecoderLayer:
     attention = Attention(
         config,
         layer,
         qkv=Linear(weights.qkv.weight, weights.qkv.bias, kind),
-        output=Linear(weights.output.weight, weights.output.bias, kind),
+        output=Linear(weights.output.weight, weights.output.bias, kind, split.add_up),
         head_norms=_make_head_norms(config, weights),
     )
     return DecoderLayer(
         attention,
-        _make_feed_forward(config, weights, layer, kind),
+        _make_feed_forward(config, weights, layer, kind, split),
         _make_norms(config, weights),
     )
 
 
-def _make_feed_forward(config: CheckpointConfig, weights: LayerWeights, layer: int, kind: str) -> GatedMlp | ExpertMlp:
-    mlps = [_make_mlp(mlp, config.gate, kind) for mlp in weights.mlp]
+def _make_feed_forward(
+    config: CheckpointConfig, weights: LayerWeights, layer: int, kind: str, split: Split
+) -> GatedMlp | ExpertMlp:
     experts = config.experts[layer] if config.experts else None
     if experts is None or weights.router is None:
-        return mlps[0]
-    return ExpertMlp(experts, Linear(weights.router.weight), mlps)
+        return _make_mlp(weights.mlp[0], config.gate, kind, split.add_up)
+    mlps = [_make_mlp(mlp, config.gate, kind) for mlp in weights.mlp]
+    return ExpertMlp(experts, Linear(weights.router.weight), mlps, split.add_up)
 
 
-def _make_mlp(weights: MlpWeights, gate_kind: str, kind: str) -> GatedMlp:
+def _make_mlp(
+    weights: MlpWeights, gate_kind: str, kind: str, add_up: Callable[[Tensor], Tensor] | None = None
+) -> GatedMlp:
     gate, up, down = weights.gate, weights.up, weights.down
     gate_up = Linear(_join(gate.weight, up.weight), _join(gate.bias, up.bias), kind)
-    return GatedMlp(gate_up, Linear(down.weight, down.bias, kind), gate_kind)
+    return GatedMlp(gate_up, Linear(down.weight, down.bias, kind, add_up), gate_kind)
 
 
 def _make_norms(config: CheckpointConfig, weights: LayerWeights) -> LayerNorms:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +26,17 @@ _log = get_log("loader")
 _INDEX = "model.safetensors.index.json"
 _SAMPLE_BYTES = 1 << 16
 _NUM_SAMPLES = 16
+
+
+class Part(NamedTuple):
+    """What of a tensor is read: these rows, below one another; of each, these columns, None: all."""
+
+    rows: tuple[range, ...]
+    columns: range | None = None
+
+    def is_whole(self, shape: tuple[int, ...]) -> bool:
+        """Whether that is all of a tensor of `shape`."""
+        return self.rows == (range(shape[0]),) and self.columns in (None, range(shape[-1]))
 
 
 class Checkpoint:
@@ -57,26 +69,37 @@ class Checkpoint:
             raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
         self._files |= dict.fromkeys(file.keys(), file)
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, part: Part | None = None
+    ) -> Tensor:
         """The tensor `name`, converted to `dtype` (the checkpoint's if None) and moved.
+
+        Args:
+            shape: of the whole tensor. part: of it, all that is read; None: the whole.
 
         Raises:
             ConfigError: it is missing, has another shape, or is no float tensor.
         """
         if name not in self._files:
             raise ConfigError(f"{self._folder}: the weights hold no tensor {name}")
-        tensor: Tensor = self._files[name].get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ConfigError(f"{self._folder}: {name} is {list(tensor.shape)}, config.json asks for {list(shape)}")
+        stored = self._files[name].get_slice(name)
+        if tuple(stored.get_shape()) != shape:
+            raise ConfigError(f"{self._folder}: {name} is {stored.get_shape()}, config.json asks for {list(shape)}")
+        if part is None or part.is_whole(shape):
+            tensor: Tensor = self._files[name].get_tensor(name)
+        else:
+            tensor = _read_part(stored, part)
         if not tensor.is_floating_point():
             raise ConfigError(f"{self._folder}: {name} is {tensor.dtype}; quantized weights are not supported")
         self._taken.add(name)
         self._report_progress()
         return tensor.to(device=self._device, dtype=dtype or self._dtype)
 
-    def take_joined(self, names: list[str], shapes: list[tuple[int, ...]]) -> Tensor:
-        """Several tensors below one another."""
-        return torch.cat([self.take(name, shape) for name, shape in zip(names, shapes, strict=True)])
+    def take_joined(self, names: list[str], shapes: list[tuple[int, ...]], parts: list[Part] | None = None) -> Tensor:
+        """Several tensors, or a part of each, below one another."""
+        wanted: Sequence[Part | None] = parts or [None] * len(names)
+        tensors = [self.take(name, shape, None, part) for name, shape, part in zip(names, shapes, wanted, strict=True)]
+        return torch.cat(tensors)
 
     def close(self, ignored: tuple[str, ...] = ()) -> None:
         """Close the files.
@@ -97,6 +120,13 @@ class Checkpoint:
         if time.monotonic() - self._last_progress > 1.0:
             self._last_progress = time.monotonic()
             _log.info("weights.loading", tensors=f"{len(self._taken)}/{len(self._files)}")
+
+
+def _read_part(stored: Any, part: Part) -> Tensor:
+    """`part` of a tensor in a safetensors file."""
+    columns = () if part.columns is None else (slice(part.columns.start, part.columns.stop),)
+    pieces = [stored[(slice(rows.start, rows.stop), *columns)] for rows in part.rows]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def weight_files(folder: Path) -> list[Path]:
