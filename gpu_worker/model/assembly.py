@@ -148,6 +148,7 @@ def _need(config: WorkerConfig, layout: KvLayout, window: int, model_len: int) -
         model_len=model_len,
         max_num_seqs=engine.max_num_seqs,
         num_resident=resident_tokens(kept, engine.step_tokens(model_len)),
+        num_ranks=engine.tensor_parallel_size,
     )
 
 
@@ -280,19 +281,20 @@ def _size_kv(need: KvNeed, config: WorkerConfig, model: Decoder, device: torch.d
     """The size of the cache, the same on all ranks: what the one with the least memory has room for."""
     explicit = config.engine.kv_cache_memory_bytes
     if explicit is not None:
-        available = explicit // split.size
+        available = explicit
     elif device.type == "cuda":
         assert isinstance(model, Llama)
         available = cuda_bytes(config.engine.gpu_memory_utilization, _profile(need, config, model, device), device)
         available -= 2 * NUM_STAGED * need.layout.block_bytes if config.engine.swap_bytes else 0
+        available = split.size * split.least(available)
     else:
-        available = cpu_default_bytes() // split.size
-    size = size_kv(need, split.least(available), is_explicit=explicit is not None)
+        available = split.least(cpu_default_bytes())
+    size = size_kv(need, available, is_explicit=explicit is not None)
     if size.max_model_len < need.model_len:
         _log.warning("context.lowered", max_model_len=size.max_model_len,
                      model_allows=need.model_len, remedy="--kv-cache-memory-bytes")  # fmt: skip
     _log.info("cache.sized", tokens=size.num_tokens, blocks=size.num_blocks, block_size=size.block_size,
-             mib=size.num_blocks * need.layout.block_bytes / 2**20, max_model_len=size.max_model_len,
+             mib=size.num_blocks * need.block_bytes / 2**20, max_model_len=size.max_model_len,
              full_length_requests=size.num_full_requests)  # fmt: skip
     return size
 
