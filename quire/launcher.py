@@ -184,13 +184,10 @@ class _Cell:
             self._supervisor.start(services.worker_spec(config, self._redis_url, index))
         for index, port in enumerate(self._ports):
             self._supervisor.start(services.gateway_spec(config, self._redis_url, index, port))
-        threads, size = (
-            config.engine.num_threads or services.threads_per_rank(config),
-            config.engine.tensor_parallel_size,
-        )
-        ranks = "" if size == 1 else f"{size} ranks of "
-        say(f"started {config.gateways} gateway(s), 1 scheduler, {config.workers} worker(s) of {ranks}{threads} "
-            "thread(s); loading the model (seconds for a small one)")  # fmt: skip
+        size, threads = config.engine.tensor_parallel_size, config.engine.num_threads
+        ranks = f"{'' if size == 1 else f'{size} ranks of '}{threads or services.threads_per_rank(config)} thread(s)"
+        say(f"started {config.gateways} gateway(s), 1 scheduler, {config.workers} worker(s) of {ranks}; loading the "
+            "model (seconds for a small one)")  # fmt: skip
 
     def _make_scaling(self) -> WorkerScaling | None:
         limits = self._config.scaling.limits()

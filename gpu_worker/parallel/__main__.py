@@ -13,6 +13,7 @@ from shared.errors import ConfigError
 
 def main() -> int:
     """Compute until the first rank has no more to do; the exit code: 0, 1 when a rank is lost, 2 for a setting."""
+    process.pause_garbage_collector()
     import torch
 
     from gpu_worker.model.assembly import find_device, load_parts
@@ -32,7 +33,9 @@ def main() -> int:
             torch.cuda.set_device(seat.card)
         is_cuda = find_device(config.engine.device).type == "cuda"
         team = Team(seat.rank, seat.size, seat.meeting, is_cuda=is_cuda)
-        follow(team, load_parts(config, Split(seat.rank, seat.size, team)))
+        parts = load_parts(config, Split(seat.rank, seat.size, team))
+        process.settle_memory()
+        follow(team, parts)
     except ConfigError as error:
         print(f"gpu_worker: rank {seat.rank}: error: {error}", file=sys.stderr)
         return CONFIG_EXIT_CODE

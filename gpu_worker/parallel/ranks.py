@@ -109,8 +109,9 @@ class Ranks:
 
 
 def _start(argv: Sequence[str], meeting: int) -> subprocess.Popen[str]:
+    safe = ("-P",) if sys.flags.safe_path else ()
     return subprocess.Popen(
-        (sys.executable, "-P", "-m", "gpu_worker.parallel", *argv),
+        (sys.executable, *safe, "-m", "gpu_worker.parallel", *argv),
         stdin=subprocess.PIPE,
         text=True,
         pass_fds=(meeting,),
