@@ -23,6 +23,7 @@ from gpu_worker.engine_thread import Withdraw
 from gpu_worker.inbox import Inbox
 from gpu_worker.incarnation import Incarnation
 from gpu_worker.ledger import Release
+from gpu_worker.lora.modules import AdapterSource
 from gpu_worker.outbox import Outbox
 from gpu_worker.probed_runner import ProbedRunner
 from gpu_worker.pulse import DeclaredDead, Heart, Reporter
@@ -32,7 +33,8 @@ from shared.config import EngineConfig, WorkerConfig
 from shared.errors import BusError
 from shared.ids import WorkerId, new_incarnation
 from shared.logs import get_log
-from shared.messages import WorkerHello, WorkerReport
+from shared.messages import AdapterCard, WorkerHello, WorkerReport
+from shared.model_card import ModelCard, pack_card
 
 SWITCH_INTERVAL_S = 0.0005
 """How soon the event loop gets the interpreter back from the engine thread; Python's 5 ms would sit in each token."""
@@ -69,6 +71,11 @@ class LoadedModel(ModelRunner, Protocol):
     @property
     def host_memory(self) -> HostMemory | None:
         """For blocks of its cache."""
+        ...
+
+    @property
+    def adapter_source(self) -> AdapterSource | None:
+        """Where adapters come from; None: there are none."""
         ...
 
 
@@ -110,6 +117,7 @@ def make_engine(
         host_memory=host_memory,
         preemption_mode=limits.preemption_mode,
         window=limits.kept_window(runner.window),
+        max_adapters=limits.max_loras if limits.enable_lora else 0,
     )
 
 
@@ -118,6 +126,8 @@ class WorkerService:
 
     Args:
         on_report: called with each report sent, for the metrics.
+        card: of the model; None: gateways know it.
+        adapters: to be registered.
     """
 
     def __init__(
@@ -127,7 +137,13 @@ class WorkerService:
         model: LoadedModel,
         place: Place,
         on_report: Callable[[WorkerReport], None] = lambda _: None,
+        *,
+        card: ModelCard | None = None,
+        adapters: tuple[AdapterCard, ...] = (),
     ) -> None:
+        self._adapters = adapters
+        self._card = card
+        self._card_id = "" if card is None else card.card_id
         self._bus = bus
         self._config = config
         self._model = model
@@ -176,7 +192,7 @@ class WorkerService:
         reporter = Reporter(mine, self._on_report)
         heart = Heart(mine, lease_s=self._config.process.worker_lease_s)
         loops = (
-            Inbox(mine, reporter.evictions_at).run(),
+            Inbox(mine, reporter.evictions_at, self._model.adapter_source).run(),
             Outbox(mine).run(),
             heart.run(),
             reporter.run(),
@@ -210,6 +226,10 @@ class WorkerService:
             try:
                 for device_id in self._place.device_ids:
                     await self._bus.claim_device(mine.worker_id, [device_id])
+                if self._card is not None and not await self._bus.use_card(self._card_id):
+                    await self._bus.put_card(self._card_id, await asyncio.to_thread(pack_card, self._card))
+                for adapter in self._adapters:
+                    await self._bus.put_adapter(adapter)
                 await self._bus.hello(self._describe(mine.worker_id))
             except BusError as error:
                 _log.recurring("hello.failed", error=error)
@@ -247,10 +267,10 @@ class WorkerService:
         _log.info("worker.left", worker=mine.worker_id)
 
     def _describe(self, worker_id: WorkerId) -> WorkerHello:
-        model = self._config.model
+        names = self._config.model.served_model_name or (Path(self._config.model.model).name,)
         return WorkerHello(
             worker_id=worker_id,
-            model=model.served_model_name[0] if model.served_model_name else Path(model.model).name,
+            model=names[0],
             fingerprint=self._model.fingerprint,
             dtype=str(self._model.dtype),
             device=str(self._model.device),
@@ -267,6 +287,9 @@ class WorkerService:
             settings=_shown_settings(self._config),
             window=self._config.engine.kept_window(self._model.window),
             step_tokens=self._config.engine.step_tokens(self._model.max_model_len),
+            names=names,
+            card=self._card_id,
+            max_loras=0 if self._model.adapter_source is None else self._config.engine.max_loras,
         )
 
 

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from gpu_worker.engine.chunks import BatchPlan, PlannedChunk
+from gpu_worker.model.adapter_inputs import Slots, adapter_arrays
+from kernels.lora_matmul import AdapterRows, most_groups
 from kernels.paged_attention import BatchExtent, PagedBatch
 
 PADDING_SLOT = -1
@@ -30,13 +32,14 @@ _FLAT = ("token_ids", "positions", "slots", "wanted_rows", "query_starts", "cont
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCapacity:
-    """The largest step there can be. `max_wanted`: rows whose logits are wanted."""
+    """The largest step there can be. `max_wanted`: rows whose logits are wanted; `max_loras`: adapters."""
 
     max_tokens: int
     max_sequences: int
     max_wanted: int
     max_blocks: int
     block_size: int
+    max_loras: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,8 @@ class StepInputs:
     Attributes after `fill`, with their contents on the device after `send`:
         token_ids, positions, slots: [rows] int64; slot −1: padding.
         batch: query starts, context lengths and block tables of the chunks.
+        adapters: groups of the rows that have one; None: none has. num_groups, num_wanted_groups: how many there are of
+            all rows, and of the wanted ones.
         capacity: as given. wanted_rows: [wanted] int64, rows whose logits are wanted, in plan order: of each sampling
             chunk that of its last known token and those of its draft.
 
@@ -125,8 +130,11 @@ class StepInputs:
             ("wanted_starts", (sequences + 1,), torch.int32),
             ("context_lens", (sequences,), torch.int32),
             ("block_tables", (sequences, capacity.max_blocks), torch.int32),
+            *_group_buffers(capacity),
         ):
             self._buffers[name] = _Buffer(shape, dtype, device, None if twin is None else twin._buffers[name])
+        self.adapters: AdapterRows | None = None
+        self.num_groups = self.num_wanted_groups = 0
         self._sent = None if device.type == "cpu" else torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._row_numbers = np.arange(max(tokens, sequences) + 1, dtype=np.int64)
         # For each row of the block tables: the list of blocks it was filled from, and how many. Sequences only append
@@ -142,9 +150,9 @@ class StepInputs:
         """Another set, to be filled while a step computes from this one."""
         return StepInputs(self.capacity, self._device, self)
 
-    def fill(self, plan: BatchPlan, padding: Padding | None = None) -> None:
+    def fill(self, plan: BatchPlan, padding: Padding | None = None, adapters: Slots | None = None) -> None:
         """Take over `plan`, which with `padding` holds one-row chunks only. A plan beyond the capacity is an error of
-        ours."""
+        ours. `adapters`: their slots."""
         assert plan.num_tokens <= self.capacity.max_tokens, "more tokens than max_num_batched_tokens"
         assert len(plan.chunks) <= self.capacity.max_sequences, "more sequences than max_num_seqs"
         if self._sent is not None:
@@ -162,6 +170,8 @@ class StepInputs:
             end_rows, owners = lengths.cumsum(), np.repeat(self._row_numbers[: len(chunks)], lengths)
             positions = self._row_numbers[:num_rows] + np.repeat(context_lens - end_rows, lengths)
         added = 0 if padding is None else padding.num_sequences - num_rows
+        if self.capacity.max_loras:
+            self._fill_groups(plan, adapters or {}, None if padding is None else padding.num_sequences)
         self._fill_tables(chunks)
         blocks, offsets = np.divmod(positions, block_size)
         slots = buffers["block_tables"].array[owners, blocks] * np.int64(block_size) + offsets
@@ -247,6 +257,21 @@ class StepInputs:
                 count = num_blocks
             written[row] = (block_ids, count)
 
+    def _fill_groups(self, plan: BatchPlan, slots: Slots, padded_rows: int | None) -> None:
+        """Group the rows that have an adapter; with `padded_rows` there are as many groups as a step of so many rows
+        may have, those behind without rows."""
+        buffers, tensors = self._buffers, []
+        for name, values in adapter_arrays(plan, slots):
+            if padded_rows is not None and not name.startswith("wanted"):
+                size = {"group_rows": padded_rows, "group_slots": most_groups(padded_rows, self.capacity.max_loras)}
+                most = size.get(name, size["group_slots"] + 1)
+                last = int(values[-1]) if name == "group_starts" else 0
+                tensors.append(buffers[name].put(values, padding=most - len(values), filler=last))
+            else:
+                tensors.append(buffers[name].put(values))
+        self.num_groups, self.num_wanted_groups = len(tensors[2]), len(tensors[5])
+        self.adapters = AdapterRows(tensors[0], tensors[1], tensors[2]) if self.num_groups else None
+
     def _extent(self, end_rows: npt.NDArray[np.int64], context_lens: npt.NDArray[np.int64]) -> BatchExtent | None:
         """How large the step is; only launches on a GPU ask for it."""
         if self._device.type != "cuda":
@@ -259,6 +284,16 @@ class StepInputs:
             max_context=int(context_lens.max()),
             total_context=int(context_lens.sum()),
         )
+
+
+def _group_buffers(capacity: StepCapacity) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Of groups of rows and of wanted rows, where there are adapters."""
+    buffers: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+    for prefix, rows in (("", capacity.max_tokens), ("wanted_", capacity.max_wanted)) if capacity.max_loras else ():
+        groups = most_groups(max(rows, capacity.max_sequences), capacity.max_loras)
+        sizes = {"group_rows": max(rows, capacity.max_sequences), "group_starts": groups + 1, "group_slots": groups}
+        buffers += [(prefix + name, (size,), torch.int32) for name, size in sizes.items()]
+    return buffers
 
 
 def _step_tokens(chunks: tuple[PlannedChunk, ...]) -> list[int]:

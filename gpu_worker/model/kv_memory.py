@@ -112,9 +112,9 @@ def size_host(swap_bytes: int, layout: KvLayout, *, cache_bytes: int, num_ranks:
     return swap_bytes // block_bytes
 
 
-def cpu_default_bytes() -> int:
-    """A quarter of free memory, at most 4 GiB."""
-    return min(int(free_host_bytes() * CPU_DEFAULT_SHARE), CPU_DEFAULT_MAX_BYTES)
+def cpu_default_bytes(num_shares: int = 1) -> int:
+    """One of `num_shares` parts of a quarter of free memory, at most 4 GiB."""
+    return min(int(free_host_bytes() * CPU_DEFAULT_SHARE / num_shares), CPU_DEFAULT_MAX_BYTES)
 
 
 def cuda_bytes(utilization: float, peak_bytes: int, device: torch.device) -> int:

@@ -3,9 +3,8 @@ another family has beside that is a switch of `CheckpointConfig`, which its own 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -15,13 +14,15 @@ from gpu_worker.model.config_reader import ConfigReader
 from gpu_worker.model.experts import ExpertMlp
 from gpu_worker.model.inputs import StepInputs
 from gpu_worker.model.kv_layout import KvCache
-from gpu_worker.model.layers import Attention, GatedMlp, HeadNorms, Linear, RmsNorm, StepContext
+from gpu_worker.model.layers import ActiveRows, Attention, GatedMlp, HeadNorms, Linear, RmsNorm, StepContext
 from gpu_worker.model.loader import Checkpoint
 from gpu_worker.model.quantization import QUANTIZATIONS, Quantization
 from gpu_worker.model.rope import rotary_table
 from gpu_worker.model.split import WHOLE, Split, Vocabulary
 from gpu_worker.model.weights import LayerWeights, MlpWeights, read_layer, read_outer
+from gpu_worker.quant.rows import join
 from kernels.kv_write import WriteSlots
+from kernels.lora_matmul import LoraWeight
 from kernels.rotary import take_turns
 from kernels.softcap import softcap
 
@@ -60,6 +61,11 @@ class DecoderLayer:
         """Whether its feed-forward layer is one of experts."""
         return isinstance(self._mlp, ExpertMlp)
 
+    @property
+    def projections(self) -> dict[str, Linear]:
+        """Those that each row goes through, by name: not the experts'."""
+        return self._attention.projections | ({} if isinstance(self._mlp, ExpertMlp) else self._mlp.projections)
+
     def __call__(self, x: Tensor | None, residual: Tensor, step: StepContext) -> Tensor:
         """This block's last addend [rows, hidden]; `residual` takes in `x` (the block before's) and ours but that."""
         norms = self._norms
@@ -93,6 +99,13 @@ class Llama:
     ) -> None:  # fmt: skip
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
         self._scales, self._cos_sin, self._vocabulary = scales, cos_sin, vocabulary
+        self._active = ActiveRows()
+        self._wanted_hidden: Tensor | None = None
+
+    def adapt(self, weights: Mapping[tuple[int, str], LoraWeight]) -> None:
+        """From now on let `weights`, by layer and projection, add what a step's adapters give."""
+        for (layer, name), weight in weights.items():
+            self._layers[layer].projections[name].adapt(weight, self._active)
 
     @property
     def has_fixed_shapes(self) -> bool:
@@ -101,6 +114,7 @@ class Llama:
 
     def forward(self, inputs: StepInputs, cache: KvCache) -> Tensor:
         """Normed hidden states [rows, hidden] of the step's tokens; writes their keys and values into `cache`."""
+        self._active.rows = inputs.adapters
         step = StepContext(
             turns=[take_turns(cos_sin, inputs.positions) for cos_sin in self._cos_sin],
             slots=WriteSlots(inputs.slots, inputs.batch.block_size),
@@ -133,7 +147,14 @@ class Llama:
         return _find_best(wait(), vocab_size).tolist
 
     def _compute_logits(self, inputs: StepInputs, cache: KvCache) -> Tensor:
-        return self.logits(self.forward(inputs, cache)[inputs.wanted_rows])
+        self._wanted_hidden = self.forward(inputs, cache)[inputs.wanted_rows]
+        return self.logits(self._wanted_hidden)
+
+    def read_hidden(self, rows: list[int]) -> Tensor:
+        """Normed hidden states [rows, hidden] float32, on the CPU, of these of the wanted rows of the step that is
+        over."""
+        assert self._wanted_hidden is not None, "no step was computed"
+        return self._wanted_hidden[rows].float().cpu()
 
     def profile(self) -> dict[str, float]:
         """Nothing: torch's ops are not timed."""
@@ -205,7 +226,8 @@ def _make_mlp(
     weights: MlpWeights, gate_kind: str, kind: str, add_up: Callable[[Tensor], Tensor] | None = None
 ) -> GatedMlp:
     gate, up, down = weights.gate, weights.up, weights.down
-    gate_up = Linear(_join(gate.weight, up.weight), _join(gate.bias, up.bias), kind)
+    bias = None if gate.bias is None or up.bias is None else torch.cat((gate.bias, up.bias))
+    gate_up = Linear(join(gate.weight, up.weight), bias, kind)
     return GatedMlp(gate_up, Linear(down.weight, down.bias, kind, add_up), gate_kind)
 
 
@@ -222,11 +244,3 @@ def _make_head_norms(config: CheckpointConfig, weights: LayerWeights) -> HeadNor
     if weights.query_norm is None or weights.key_norm is None:
         return None
     return HeadNorms(*(RmsNorm(weight, config.rms_norm_eps) for weight in (weights.query_norm, weights.key_norm)))
-
-
-@overload
-def _join(first: Tensor, second: Tensor) -> Tensor: ...
-@overload
-def _join(first: Tensor | None, second: Tensor | None) -> Tensor | None: ...
-def _join(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    return None if first is None or second is None else torch.cat((first, second))

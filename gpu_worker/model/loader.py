@@ -26,6 +26,7 @@ _log = get_log("loader")
 _INDEX = "model.safetensors.index.json"
 _SAMPLE_BYTES = 1 << 16
 _NUM_SAMPLES = 16
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class Part(NamedTuple):
@@ -80,20 +81,35 @@ class Checkpoint:
         Raises:
             ConfigError: it is missing, has another shape, or is no float tensor.
         """
+        tensor = self.take_stored(name, shape, part)
+        if tensor.dtype not in _FLOATS:
+            raise ConfigError(
+                f"{self._folder}: {name} is {tensor.dtype}, and config.json does not say how it is quantized"
+            )
+        return tensor.to(device=self._device, dtype=dtype or self._dtype)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor `name`."""
+        return name in self._files
+
+    def take_stored(self, name: str, shape: tuple[int, ...] | None = None, part: Part | None = None) -> Tensor:
+        """The tensor `name`, or `part` of it, as the file has it, of any shape if `shape` is None.
+
+        Raises:
+            ConfigError: it is missing, or has another shape.
+        """
         if name not in self._files:
             raise ConfigError(f"{self._folder}: the weights hold no tensor {name}")
         stored = self._files[name].get_slice(name)
-        if tuple(stored.get_shape()) != shape:
+        if shape is not None and tuple(stored.get_shape()) != shape:
             raise ConfigError(f"{self._folder}: {name} is {stored.get_shape()}, config.json asks for {list(shape)}")
-        if part is None or part.is_whole(shape):
+        if part is None or part.is_whole(tuple(stored.get_shape())):
             tensor: Tensor = self._files[name].get_tensor(name)
         else:
             tensor = _read_part(stored, part)
-        if not tensor.is_floating_point():
-            raise ConfigError(f"{self._folder}: {name} is {tensor.dtype}; quantized weights are not supported")
         self._taken.add(name)
         self._report_progress()
-        return tensor.to(device=self._device, dtype=dtype or self._dtype)
+        return tensor
 
     def take_joined(self, names: list[str], shapes: list[tuple[int, ...]], parts: list[Part] | None = None) -> Tensor:
         """Several tensors, or a part of each, below one another."""
@@ -148,7 +164,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     others = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
-    hint = f" (found {', '.join(others)}: convert it to safetensors)" if others else ""
+    hint = f" (found {', '.join(others)}, but opening such a file could run code: convert it)" if others else ""
     raise ConfigError(f"{folder} holds no model.safetensors{hint}")
 
 

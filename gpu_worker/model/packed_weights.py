@@ -22,15 +22,17 @@ from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.loader import Checkpoint
 from gpu_worker.model.quantization import Quantization, quantize
 from gpu_worker.model.weights import LayerWeights, Projection, read_layer, read_outer
+from gpu_worker.quant.rows import combine
 from kernels.cpu.arena import ALIGNMENT, Arena
 from kernels.cpu.linear import PackedWeight, interleave, pack_float
 from kernels.cpu.ops import Dtype
 from kernels.cpu.pack import pack_quantized
+from kernels.grouped_weight import Weight
 from shared.logs import get_log
 
 FORMAT = 1
 """Raise it when the order of panels changes: files of another format are packed again."""
-_NORMS = ("input_norm", "mlp_norm", "query_norm", "key_norm")
+_NORMS = ("input_norm", "mlp_norm", "query_norm", "key_norm", "post_attention_norm", "post_mlp_norm")
 """Of a layer; not all have all."""
 
 _log = get_log("packed_weights")
@@ -46,8 +48,8 @@ class PackedProjection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayer:
-    """One decoder block. `gate_up` alternates panels of gate and up. Norms are float32; `query_norm` and `key_norm`
-    [head_size] are there in models that norm heads."""
+    """One decoder block. `gate_up` alternates panels of gate and up. Norms are float32, and there where `LayerWeights`
+    has them."""
 
     input_norm: Tensor
     qkv: PackedProjection
@@ -57,6 +59,8 @@ class PackedLayer:
     down: PackedProjection
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
+    post_attention_norm: Tensor | None = None
+    post_mlp_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +71,6 @@ class PackedModel:
     layers: tuple[PackedLayer, ...]
     norm: Tensor
     head: PackedWeight
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether linears read int8 rows."""
-        return self.head.dtype in (Dtype.INT8, Dtype.INT4)
 
     @property
     def num_bytes(self) -> int:
@@ -158,7 +157,7 @@ class _Reading:
 
     def _weight(self, name: str) -> PackedWeight:
         dtype, in_features, out_features = self._shapes[name]
-        parts = {part: self._tensor(f"{name}.{part}") for part in ("panels", "scales")
+        parts = {part: self._tensor(f"{name}.{part}") for part in ("panels", "scales", "order")
                  if f"{name}.{part}" in self._names}  # fmt: skip
         return PackedWeight(dtype=Dtype[dtype], in_features=in_features, out_features=out_features, **parts)
 
@@ -177,26 +176,27 @@ class _Packing:
         (mlp,) = weights.mlp
         gate, up = mlp.gate, mlp.up
         gate_up = Projection(
-            weight=interleave(gate.weight, up.weight),
+            weight=combine((gate.weight, up.weight), interleave),
             bias=None if gate.bias is None or up.bias is None else interleave(gate.bias, up.bias),
         )
+        norms = {norm: weight.float() for norm in _NORMS if (weight := getattr(weights, norm)) is not None}
         return PackedLayer(
-            input_norm=weights.input_norm.float(),
+            **norms,
             qkv=self._projection(weights.qkv),
             output=self._projection(weights.output),
-            mlp_norm=weights.mlp_norm.float(),
             gate_up=self._projection(gate_up),
             down=self._projection(mlp.down),
-            query_norm=None if weights.query_norm is None else weights.query_norm.float(),
-            key_norm=None if weights.key_norm is None else weights.key_norm.float(),
         )
 
     def _projection(self, projection: Projection) -> PackedProjection:
         bias = None if projection.bias is None else projection.bias.float()
         return PackedProjection(weight=self.weight(projection.weight, self._quantization.body), bias=bias)
 
-    def weight(self, weight: Tensor, kind: str) -> PackedWeight:
-        packed = pack_float(weight) if kind == "none" else pack_quantized(quantize(weight, kind))
+    def weight(self, weight: Weight, kind: str) -> PackedWeight:
+        if isinstance(weight, Tensor):
+            packed = pack_float(weight) if kind == "none" else pack_quantized(quantize(weight, kind))
+        else:
+            packed = pack_quantized(weight)
         return packed.moved(self._arena)
 
 

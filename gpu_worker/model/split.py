@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_worker.model.config import CheckpointConfig
+from shared.config import EngineConfig
 from shared.errors import ConfigError
 
 
@@ -118,6 +119,21 @@ class Vocabulary:
         if self._exchange is None:
             return logits
         return self._exchange.join(F.pad(logits, (0, self._part - len(self._own))))[:, : self._size]
+
+
+def check_ranks(config: CheckpointConfig, engine: EngineConfig) -> None:
+    """Raise `ConfigError` unless several ranks can compute the model with what these settings ask for."""
+    flag = f"--tensor-parallel-size={engine.tensor_parallel_size}"
+    if config.scheme is not None:
+        raise ConfigError(f"{flag}: the checkpoint is quantized ({config.scheme.method}, {config.scheme.kind}), which "
+                          "only one rank computes; leave the flag out, or take one of floats, with int8 or int4 at "
+                          "load if need be")  # fmt: skip
+    if config.is_foreign:
+        raise ConfigError(f"{flag}: transformers computes {config.architecture} (--model-impl), in one rank only; "
+                          "leave the flag out, or take one of quire's own model families")  # fmt: skip
+    if engine.enable_lora:
+        raise ConfigError(f"{flag}: adapters (--enable-lora) are for one rank only; leave one of the two flags out")
+    check_split(config, engine.tensor_parallel_size)
 
 
 def check_split(config: CheckpointConfig, size: int) -> None:

@@ -17,7 +17,7 @@ def follow(team: Team, parts: Parts) -> None:
             match kind:
                 case Kind.STEP:
                     parts.inputs.unpack(numbers)
-                    parts.model.start_logits(parts.inputs, parts.cache)()
+                    parts.decoder.model.start_logits(parts.inputs, parts.cache)()
                 case Kind.COPY:
                     assert parts.host_memory is not None, "copies without host memory"
                     parts.host_memory.copy(to_copies(numbers))

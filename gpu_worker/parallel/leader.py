@@ -21,7 +21,7 @@ from gpu_worker.model.families import read_config
 from gpu_worker.model.inputs import StepInputs
 from gpu_worker.model.kv_layout import KvCache
 from gpu_worker.model.runner import Decoder, DecoderRunner
-from gpu_worker.model.split import Split, check_split
+from gpu_worker.model.split import Split, check_ranks
 from gpu_worker.parallel.orders import Orders
 from gpu_worker.parallel.ranks import Ranks
 from gpu_worker.parallel.team import Team
@@ -40,7 +40,7 @@ def load_leading_runner(config: WorkerConfig, ranks: Ranks, cards: Sequence[int]
     Raises:
         ConfigError: the model folder, a flag or the memory does not allow it.
     """
-    check_split(read_config(Path(config.model.model)), ranks.size)
+    check_ranks(read_config(Path(config.model.model), config.model.model_impl), config.engine)
     seat = ranks.begin(cards)
     team = Team(seat.rank, seat.size, seat.meeting, is_cuda=find_device(config.engine.device).type == "cuda")
     orders = Orders(team)
@@ -52,7 +52,8 @@ def load_leading_runner(config: WorkerConfig, ranks: Ranks, cards: Sequence[int]
 def lead(own: Parts, orders: Orders) -> Parts:
     """The first rank's `own` parts, such that the others do whatever these do."""
     memory = None if own.host_memory is None else LeadingHostMemory(own.host_memory, orders)
-    return replace(own, model=LeadingDecoder(own.model, orders), host_memory=memory)
+    decoder = replace(own.decoder, model=LeadingDecoder(own.decoder.model, orders))
+    return replace(own, decoder=decoder, host_memory=memory)
 
 
 class LeadingDecoder:
@@ -70,6 +71,9 @@ class LeadingDecoder:
         with _Together():
             self._orders.step(inputs)
             return self._finishing(self._own.start_best(inputs, cache, vocab_size))
+
+    def read_hidden(self, rows: list[int]) -> Tensor:
+        return self._own.read_hidden(rows)  # of the sums of all ranks, so that they are whole on each
 
     def profile(self) -> dict[str, float]:
         return self._own.profile()

@@ -45,6 +45,7 @@ class EchoModel:
     num_blocks = 65_536
     key_cost = 0.0
     host_memory = None
+    adapter_source = None
     window = 0
 
     def __init__(self, *, step_s: float, block_size: int) -> None:

@@ -73,11 +73,23 @@ async def test_ranks_end_with_their_worker(start_cell: StartCell) -> None:
     assert "ranks." not in cell.log()
 
 
-def test_what_cannot_be_split_is_refused_once(start_cell: StartCell, tmp_path: Path) -> None:
-    """A size that does not divide the model should end the start with one line that says which do."""
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--tensor-parallel-size=3",), "--tensor-parallel-size=3: LlamaForCausalLM has 4 attention heads, which do "
+                                        "not divide among 3 ranks; sizes that fit: 1, 2, 4"),
+        (("--tensor-parallel-size=2", "--enable-lora"), "--tensor-parallel-size=2: adapters (--enable-lora) are for "
+                                                        "one rank only; leave one of the two flags out"),
+        (("--tensor-parallel-size=2", "--model-impl=transformers"),
+         "--tensor-parallel-size=2: transformers computes LlamaForCausalLM (--model-impl), in one rank only; leave"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_split_is_refused_once(
+    flags: tuple[str, ...], message: str, start_cell: StartCell, tmp_path: Path
+) -> None:
+    """What several ranks don't compute should end the start with one line that says what to do."""
     with pytest.raises(AssertionError, match="the launcher ended with 2"):
-        start_cell("--tensor-parallel-size=3")
+        start_cell(*flags)
     log = (tmp_path / "cell-0" / "cell.log").read_text()
-    assert log.count("--tensor-parallel-size=3: LlamaForCausalLM has 4 attention heads, which do not divide among 3 "
-                     "ranks; sizes that fit: 1, 2, 4") == 1  # fmt: skip
+    assert log.count(message) == 1
     assert "Traceback" not in log

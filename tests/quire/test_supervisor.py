@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from quire import supervisor as supervisor_module
 from quire.supervisor import ChildSpec, Signals, StartFailed, Supervisor, describe_exit
 from tests.waiting import wait_until
 
@@ -65,6 +66,23 @@ def test_restarts_slow_down(signals: Signals) -> None:
     supervisor.stop([])
     assert [line.rpartition(" in ")[2] for line in lines[:4]] == ["0.1 s", "0.2 s", "0.4 s", "0.8 s"]
     assert "ended with exit code 7" in lines[0]
+
+
+def test_a_child_that_keeps_dying_is_given_up(signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor that gives up should do so for a row of deaths, not for as many between which the child lived."""
+    monkeypatch.setattr(supervisor_module, "MAX_DEATHS_IN_ROW", 3)
+    lines: list[str] = []
+    supervisor = Supervisor(signals, lines.append, lambda: None)
+    supervisor.is_settled = supervisor.gives_up = True
+    supervisor.start(make_spec("a", "raise SystemExit(7)"))
+    with pytest.raises(StartFailed, match=r"a keeps dying: .*exit code 7"):
+        wait_for(supervisor, lambda: False, "the third death")
+    assert len(lines) == 2
+    supervisor.stop([])
+    monkeypatch.setattr(supervisor_module, "STEADY_AFTER_S", 0.0)
+    supervisor.start(make_spec("b", "raise SystemExit(7)"))
+    wait_for(supervisor, lambda: len(lines) >= 6, "four deaths")
+    supervisor.stop([])
 
 
 def test_wrong_setting_ends_the_start(signals: Signals) -> None:

@@ -72,12 +72,22 @@ def test_a_cache_that_cannot_be_written_stops_nothing(llama_folder: Path, tmp_pa
 
 @pytest.mark.usefixtures("cpu_kernels")
 def test_what_the_kernels_do_not_have_is_computed_by_torch(llama_folder: Path) -> None:
-    """Half precision should go to torch by itself, and be refused where the kernels are asked for."""
+    """Without the kernels torch should compute."""
     assert isinstance(make_runner(llama_folder)._model, CpuDecoder)
     assert isinstance(make_runner(llama_folder, cpu_kernels="off")._model, Llama)
-    assert isinstance(make_runner(llama_folder, dtype="float16")._model, Llama)
-    with pytest.raises(ConfigError, match=r"--cpu-kernels=on: .*float16"):
-        make_runner(llama_folder, dtype="float16", cpu_kernels="on")
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+def test_half_precision_is_widened(llama_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """float16, of the model and of its cache, should be computed as float32, bit by bit, with one warning."""
+    expected = draw(make_runner(llama_folder, dtype="float32", cpu_kernels="on"))
+    caplog.clear()
+    runner = make_runner(llama_folder, dtype="float16", kv_cache_dtype="fp16", cpu_kernels="on")
+    assert expected == draw(runner)
+    assert (runner.card.dtype, runner._cache.keys(0).dtype) == ("float32", torch.float32)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "half.widened dtype=float16 kv_cache_dtype=fp16 instead=float32" in warnings[0]
 
 
 @pytest.mark.usefixtures("cpu_kernels")

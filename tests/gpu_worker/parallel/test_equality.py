@@ -17,6 +17,7 @@ from quire.bench.model_shapes import SHAPES
 from quire.bench.random_model import write_random_model
 from shared.clock import ManualClock
 from shared.config import EngineConfig
+from tests.gpu_worker.model import test_embeddings as embeddings
 from tests.gpu_worker.model import test_swap as swap
 from tests.gpu_worker.model.plans import make_runner
 from tests.gpu_worker.model.test_speculation import make_taciturn
@@ -137,14 +138,32 @@ def test_other_precisions_are_near(name: str, size: int, other: dict[str, str], 
     assert (logits - exact).norm() < 1.5 * (near - exact).norm()
 
 
+def test_embeddings_are_those_of_one_rank(folders: dict[str, Path]) -> None:
+    """Prompts in chunks, beside others that generate, should give what one rank gives, whatever runs beside."""
+    settings: dict[str, Any] = {"cpu_kernels": "off", "max_num_seqs": 8, "max_num_batched_tokens": 24}
+    asking = [embeddings.make_sequence(f"e{i}", p, i, is_pooled=True) for i, p in enumerate(embeddings.prompts())]
+    expected = embeddings.serve(make_runner(folders["smollm2"], **settings), asking)
+    with ranks_of(folders["smollm2"], 3, **settings) as (runner, _):
+        for beside in (0, 3):
+            sequences = [
+                embeddings.make_sequence(f"{kind}{i}", prompt, 9 * is_pooled + i, is_pooled=is_pooled)
+                for kind, is_pooled, count in (("w", False, beside), ("e", True, len(asking)))
+                for i, prompt in enumerate(embeddings.prompts()[:count])
+            ]
+            found = embeddings.serve(runner, sequences)
+            for name, entries in expected.items():
+                vector = embeddings.vector_of(found[name])
+                torch.testing.assert_close(vector, embeddings.vector_of(entries), rtol=0, atol=2e-6)
+
+
 def test_each_rank_holds_its_part(folders: dict[str, Path]) -> None:
     """The weights of the ranks should add up to those of one, but for norms."""
     with ranks_of(folders["smollm2"], 3, cpu_kernels="off", max_model_len=MAX_LEN) as (_, parts):
-        own = [part.model._layers[0]._attention for part in parts]  # type: ignore[attr-defined]
+        own = [part.decoder.model._layers[0]._attention for part in parts]  # type: ignore[attr-defined]
     sizes = [attention._qkv._weight.out_features for attention in own]
     assert sizes == [(9 + 2 * 3) // 3 * 64] * 3
     ids = [Split(rank, 3).vocabulary_share(1000).own for rank in range(3)]
-    assert [len(part.model._embedding) for part in parts] == list(map(len, ids)) == [334, 334, 332]  # type: ignore[attr-defined]
+    assert [len(part.decoder.model._embedding) for part in parts] == list(map(len, ids)) == [334, 334, 332]  # type: ignore[attr-defined]
     assert [(r.start, r.stop) for r in ids] == [(0, 334), (334, 668), (668, 1000)]
 
 

@@ -12,11 +12,13 @@ import torch
 from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.families import read_config
 from gpu_worker.model.loader import Checkpoint
-from gpu_worker.model.split import Split, check_split
+from gpu_worker.model.split import Split, check_ranks, check_split
 from gpu_worker.model.weights import Projection, read_layer
+from shared.config import EngineConfig
 from shared.errors import ConfigError
 from tests.gpu_worker.model.plans import make_runner
 from tests.gpu_worker.model.tiny_families import FAMILIES, write_tiny_model
+from tests.gpu_worker.quant.checkpoints import FORMS, write_quantized
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,28 @@ def test_experts_are_divided_too(name: str, what: str, tmp_path: Path) -> None:
     check_split(config, 2)
     with pytest.raises(ConfigError, match=f"{what}, which do not divide by 4"):
         check_split(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("awq", {}, "the checkpoint is quantized (awq, int4), which only one rank computes; leave the flag out"),
+        ("phi3", {"enable_lora": True}, "adapters (--enable-lora) are for one rank only; leave one of the two flags "
+                                        "out"),
+        ("foreign", {}, "transformers computes Phi3ForCausalLM (--model-impl), in one rank only; leave the flag out"),
+    ],
+)  # fmt: skip
+def test_what_one_rank_computes_is_refused(
+    name: str, settings: dict[str, Any], message: str, folder: Path, tmp_path: Path
+) -> None:
+    """The error should name the setting and what it does not go with; one rank should do."""
+    if name == "awq":
+        folder = write_quantized(FORMS["awq 32"], tmp_path)
+    found = read_config(folder, "transformers" if name == "foreign" else "auto")
+    with pytest.raises(ConfigError) as refused:
+        check_ranks(found, EngineConfig(tensor_parallel_size=2, **settings))
+    assert str(refused.value).startswith(f"--tensor-parallel-size=2: {message}")
+    check_ranks(replace(found, scheme=None, is_foreign=False), EngineConfig(tensor_parallel_size=2))
 
 
 def _read(folder: Path, config: CheckpointConfig, split: Split) -> dict[str, Projection]:

@@ -1,0 +1,46 @@
+"""The adapters of `--lora-modules`: read when a worker starts, so that what does not fit is said there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from shared.adapters import parse_lora_modules
+from shared.config import ModelConfig
+from shared.errors import ConfigError, shorten
+from shared.messages import AdapterCard
+
+
+class LoadedAdapter(Protocol):
+    """An adapter in host memory."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def content(self) -> str:
+        """The hash of its files."""
+        ...
+
+
+class AdapterSource(Protocol):
+    """Where a worker has its adapters from."""
+
+    def load(self, folder: Path, content: str = "") -> LoadedAdapter:
+        """The adapter in `folder`, of this content if one is given. Raises `ConfigError`."""
+        ...
+
+
+def read_modules(model: ModelConfig, source: AdapterSource) -> tuple[AdapterCard, ...]:
+    """What to register of `--lora-modules`.
+
+    Raises:
+        ConfigError: an adapter is called as the model is, can't be read or does not fit.
+    """
+    served_names = model.served_model_name or (Path(model.model).name,)
+    cards = []
+    for name, folder in parse_lora_modules(model.lora_modules).items():
+        if name in served_names:
+            raise ConfigError(f"--lora-modules={shorten(name)}: the model is called so; choose another name")
+        content = source.load(folder).content
+        cards.append(AdapterCard(name=name, model=served_names[0], path=str(folder.resolve()), content=content))
+    return tuple(cards)
