@@ -81,11 +81,12 @@ class LoadedModel(ModelRunner, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where this process runs: its first identity, and the device it has claimed, if it had to (`device_id`;
-    `prepare_thread` makes it the current one of a thread)."""
+    """Where this process runs: its first identity, and the devices it has claimed, if it had to (`device_ids`, `cards`
+    by their CUDA numbers, one for each rank; `prepare_thread` makes the first one the current one of a thread)."""
 
     first_id: WorkerId
-    device_id: str | None = None
+    device_ids: tuple[str, ...] = ()
+    cards: tuple[int, ...] = ()
     prepare_thread: Callable[[], None] | None = None
 
 
@@ -223,8 +224,8 @@ class WorkerService:
         """Hello, as often as it takes."""
         while not stop.is_set():
             try:
-                if self._place.device_id is not None:
-                    await self._bus.claim_device(mine.worker_id, [self._place.device_id])
+                for device_id in self._place.device_ids:
+                    await self._bus.claim_device(mine.worker_id, [device_id])
                 if self._card is not None and not await self._bus.use_card(self._card_id):
                     await self._bus.put_card(self._card_id, await asyncio.to_thread(pack_card, self._card))
                 for adapter in self._adapters:
@@ -296,7 +297,7 @@ def _shown_settings(config: WorkerConfig) -> tuple[tuple[str, str], ...]:
     """What else says how this worker runs."""
     engine = config.engine
     names = ("batching", "kv_layout", "kv_cache_dtype", "gpu_memory_utilization", "max_num_batched_tokens",
-             "enable_chunked_prefill", "max_step_ms", "num_threads")  # fmt: skip
+             "enable_chunked_prefill", "max_step_ms", "num_threads", "tensor_parallel_size")  # fmt: skip
     shown = tuple((name, str(getattr(engine, name))) for name in names)
     return (*shown, ("quantization", config.model.quantization), ("speculative", str(bool(engine.speculative_config))))
 

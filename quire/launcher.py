@@ -196,10 +196,11 @@ class _Cell:
         told = replace(config, model=for_gateways(self._models))
         for index, port in enumerate(self._ports):
             self._supervisor.start(services.gateway_spec(told, self._redis_url, index, port))
-        threads = config.engine.num_threads or services.threads_per_worker(services.most_workers(config))
+        size, threads = config.engine.tensor_parallel_size, config.engine.num_threads
+        ranks = f"{'' if size == 1 else f'{size} ranks of '}{threads or services.threads_per_rank(config)} thread(s)"
         what = "the model" if len(self._models) == 1 else f"each of {len(self._models)} models"
-        say(f"started {config.gateways} gateway(s), 1 scheduler, {config.workers} worker(s) of {threads} thread(s) for "
-            f"{what}; loading (seconds for a small one)")  # fmt: skip
+        say(f"started {config.gateways} gateway(s), 1 scheduler, {config.workers} worker(s) of {ranks} for {what}; "
+            "loading (seconds for a small one)")  # fmt: skip
 
     def _make_scaling(self) -> WorkerScaling | None:
         limits = self._config.scaling.limits()

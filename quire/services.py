@@ -34,13 +34,12 @@ def scheduler_spec(config: ServeConfig, redis_url: str) -> ChildSpec:
 
 
 def worker_spec(config: ServeConfig, redis_url: str, index: int) -> ChildSpec:
-    """Worker `index`, with its share of the cores and of the memory."""
-    num_workers = most_workers(config)
-    num_threads = config.engine.num_threads or threads_per_worker(num_workers)
+    """Worker `index`, with its share of the memory, and of the cores for each of its ranks."""
+    num_threads = config.engine.num_threads or threads_per_rank(config)
     service = WorkerConfig(
         process=_process(config, redis_url, 1 + index),
         model=config.model,
-        engine=replace(config.engine, num_threads=num_threads, memory_shares=num_workers),
+        engine=replace(config.engine, num_threads=num_threads, memory_shares=most_workers(config)),
     )
     return _spec(worker_name(index), "gpu_worker", service, num_threads=num_threads)
 
@@ -63,9 +62,9 @@ def worker_name(index: int) -> str:
     return f"worker-{index}"
 
 
-def threads_per_worker(num_workers: int) -> int:
-    """This process' cores divided among the workers of the machine, at least one each."""
-    return max(1, len(os.sched_getaffinity(0)) // num_workers)
+def threads_per_rank(config: ServeConfig) -> int:
+    """This process' cores divided among all ranks of the workers of the machine, at least one each."""
+    return max(1, len(os.sched_getaffinity(0)) // (most_workers(config) * config.engine.tensor_parallel_size))
 
 
 def _process(config: ServeConfig, redis_url: str, metrics_offset: int) -> ProcessConfig:

@@ -177,6 +177,8 @@ class EngineConfig:
                          "tokens may differ between them", choices=("auto", "amx", "avx512", "avx2"))  # fmt: skip
     cache_dir: str = setting("", "folder for converted models, packed weights and compiled kernels; default: "
                              "~/.cache/quire")  # fmt: skip
+    tensor_parallel_size: int = setting(1, "ranks (processes) of each worker, each with its part of every layer and, "
+                                        "with CUDA, a card of its own", minimum=1, maximum=64)  # fmt: skip
     block_size: int = setting(16, "tokens in a KV block", minimum=1, maximum=256)
     batching: str = setting("continuous", "static: a batch runs to its end before others are admitted, to compare with",
                             choices=("continuous", "static"))  # fmt: skip

@@ -244,6 +244,8 @@ class Engine:
         self._num_steps += 1
         try:
             drawn = self._finish(step)
+        except EngineBroken:
+            raise
         except Exception as error:
             work = share_out(step.plan, self._cost, self._seconds_since(step))
             return replace(self._survive(step.plan, error), work=work)

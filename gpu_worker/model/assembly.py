@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from gpu_worker.engine.chunks import BatchPlan, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.engine.swap import HostMemory
 from gpu_worker.model.config import CheckpointConfig
-from gpu_worker.model.decoders import load_decoder
+from gpu_worker.model.decoders import LoadedDecoder, Placement, load_decoder
 from gpu_worker.model.families import read_config
 from gpu_worker.model.graphs import CardCapture, DecodeGraphs, graph_sizes
 from gpu_worker.model.host_memory import NUM_STAGED, CardHostMemory, CpuHostMemory, CudaStreams
@@ -21,6 +21,7 @@ from gpu_worker.model.kv_memory import KvNeed, KvSize, cpu_default_bytes, cuda_b
 from gpu_worker.model.llama import Llama
 from gpu_worker.model.loader import fingerprint
 from gpu_worker.model.runner import Decoder, DecoderRunner, ModelCard
+from gpu_worker.model.split import WHOLE, Split
 from gpu_worker.model.vocabulary import tokenizer_size
 from gpu_worker.model.windows import shared_window, without_idle_windows
 from gpu_worker.quant.scheme import refuse_other_quantization
@@ -36,25 +37,70 @@ from shared.messages import SamplingParams
 _log = get_log("runner")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What computes steps: of a worker of several ranks, each has its own."""
+
+    decoder: LoadedDecoder
+    cache: KvCache
+    inputs: StepInputs
+    host_memory: HostMemory | None
+    size: KvSize
+    card: ModelCard
+
+
 def load_runner(config: WorkerConfig) -> DecoderRunner:
     """The runner that `config` asks for, its weights loaded and its KV cache made. Sets torch's thread count.
 
     Raises:
         ConfigError: the model folder, a flag or the memory does not allow it.
     """
+    if config.engine.tensor_parallel_size > 1:
+        raise ConfigError(f"--tensor-parallel-size={config.engine.tensor_parallel_size}: only workers have several "
+                          "ranks; this command computes in one process: leave it out")  # fmt: skip
+    return make_runner(load_parts(config), config.engine)
+
+
+def make_runner(parts: Parts, engine: EngineConfig) -> DecoderRunner:
+    """A runner over `parts`."""
+    decoder, capacity = parts.decoder, parts.inputs.capacity
+    return DecoderRunner(
+        decoder.model,
+        parts.cache,
+        inputs=parts.inputs,
+        sampler=Sampler(
+            vocab_size=parts.card.vocab_size,
+            max_num_seqs=engine.max_num_seqs,
+            device=parts.cache.device,
+            chooser=None if decoder.pool is None else Chooser(decoder.pool, capacity.max_wanted),
+        ),
+        card=parts.card,
+        graphs=_capture(parts, engine),
+        host_memory=parts.host_memory,
+        adapters=decoder.adapters,
+    )
+
+
+def load_parts(config: WorkerConfig, split: Split = WHOLE) -> Parts:
+    """What computes the steps of a worker, or a rank's part of them. Sets torch's thread count.
+
+    Raises:
+        ConfigError: the model folder, a flag or the memory does not allow it.
+    """
     engine = config.engine
-    if engine.num_threads is not None:
-        torch.set_num_threads(engine.num_threads)
-    folder, device = Path(config.model.model), _device(engine.device)
+    if engine.num_threads is not None or split.size > 1:
+        torch.set_num_threads(engine.num_threads or max(1, torch.get_num_threads() // split.size))
+    folder, device = Path(config.model.model), find_device(engine.device)
     checkpoint_config, model_len = _read_config(folder, config)
     refuse_other_quantization(config.model.quantization, checkpoint_config.scheme, device.type)
     dtype_name, engine = _widen_half(_dtype_name(config.model.dtype, checkpoint_config), engine, device)
     dtype: torch.dtype = getattr(torch, dtype_name)
-    layout = _layout(checkpoint_config, engine, dtype)
-    decoder = load_decoder(checkpoint_config, config, layout, dtype=dtype, device=device, model_len=model_len)
+    layout = _layout(split.own(checkpoint_config), engine, dtype)
+    placement = Placement(dtype=dtype, device=device, model_len=model_len, split=split)
+    decoder = load_decoder(checkpoint_config, config, layout, placement)
     layout = decoder.layout
     window = shared_window(checkpoint_config) or 0
-    size = _size_kv(_need(config, layout, window, model_len), config, decoder.model, device)
+    size = _size_kv(_need(config, layout, window, model_len), config, decoder.model, placement)
     vocab_size = _vocab_size(config, checkpoint_config)
     arithmetic = _arithmetic(config, dtype_name, layout.dtype, decoder.way) + _rope_choice(checkpoint_config, model_len)
     card = ModelCard(
@@ -66,23 +112,14 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
         key_cost=_key_cost(checkpoint_config),
         window=window,
     )
-    capacity = _capacity(config, size.max_model_len)
-    cache, inputs = layout.allocate(size.num_blocks, device), StepInputs(capacity, device)
-    pool, model = decoder.pool, decoder.model
-    return DecoderRunner(
-        model,
-        cache,
-        inputs=inputs,
-        sampler=Sampler(
-            vocab_size=card.vocab_size,
-            max_num_seqs=engine.max_num_seqs,
-            device=device,
-            chooser=None if pool is None else Chooser(pool, capacity.max_wanted),
-        ),
+    cache = layout.allocate(size.num_blocks, device)
+    return Parts(
+        decoder=decoder,
+        cache=cache,
+        inputs=StepInputs(_capacity(config, size.max_model_len), device),
+        host_memory=_host_memory(layout, cache, engine),
+        size=size,
         card=card,
-        graphs=_capture(model, cache, inputs, size, engine) if isinstance(model, Llama) else None,
-        host_memory=_host_memory(layout, cache, engine.swap_bytes),
-        adapters=decoder.adapters,
     )
 
 
@@ -111,6 +148,7 @@ def _need(config: WorkerConfig, layout: KvLayout, window: int, model_len: int) -
         model_len=model_len,
         max_num_seqs=engine.max_num_seqs,
         num_resident=resident_tokens(kept, engine.step_tokens(model_len)),
+        num_ranks=engine.tensor_parallel_size,
     )
 
 
@@ -126,22 +164,26 @@ def _layout(config: CheckpointConfig, engine: EngineConfig, dtype: torch.dtype) 
     )
 
 
-def _host_memory(layout: KvLayout, cache: KvCache, swap_bytes: int) -> HostMemory | None:
-    """`--swap-space`; None: there is none."""
-    if not swap_bytes:
+def _host_memory(layout: KvLayout, cache: KvCache, engine: EngineConfig) -> HostMemory | None:
+    """`--swap-space`, this rank's part of it; None: there is none."""
+    if not engine.swap_bytes:
         return None
-    is_card, cache_bytes = cache.device.type == "cuda", cache.num_blocks * cache.block_bytes
-    num_blocks = size_host(swap_bytes, layout, cache_bytes=0 if is_card else cache_bytes)
+    is_card, num_ranks = cache.device.type == "cuda", engine.tensor_parallel_size
+    cache_bytes = 0 if is_card else cache.num_blocks * cache.block_bytes * num_ranks
+    num_blocks = size_host(engine.swap_bytes, layout, cache_bytes=cache_bytes, num_ranks=num_ranks)
     host = layout.allocate_host(num_blocks, is_pinned=is_card)
     _log.info("swap.sized", tokens=num_blocks * layout.block_size, blocks=num_blocks, mib=host.nbytes / 2**20)
     return CardHostMemory(cache, host, CudaStreams()) if is_card else CpuHostMemory(cache, host)
 
 
-def _capture(
-    model: Llama, cache: KvCache, inputs: StepInputs, size: KvSize, engine: EngineConfig
-) -> DecodeGraphs | None:
+def _capture(parts: Parts, engine: EngineConfig) -> DecodeGraphs | None:
     """The graphs of all decode steps that are not too large; None where there are no graphs or none are wanted."""
+    model, cache, inputs, size = parts.decoder.model, parts.cache, parts.inputs, parts.size
     if cache.device.type != "cuda" or engine.enforce_eager:
+        return None
+    if not isinstance(model, Llama):
+        why = "several ranks compute a step" if engine.tensor_parallel_size > 1 else f"{parts.decoder.way} computes it"
+        _log.info("graphs.off", why=why)
         return None
     if not model.has_fixed_shapes:
         _log.info("graphs.off", why="how many rows each expert gets is known to the card only")
@@ -157,7 +199,8 @@ def _capture(
         )
 
 
-def _device(wanted: str) -> torch.device:
+def find_device(wanted: str) -> torch.device:
+    """What `--device` stands for here. Raises `ConfigError`."""
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -210,7 +253,8 @@ def _rope_choice(config: CheckpointConfig, model_len: int) -> str:
 def _arithmetic(config: WorkerConfig, dtype: str, kv_dtype: torch.dtype, way: str) -> str:
     """A name that is the same where results are, of requests with adapters, too: only some workers have them."""
     adapted = " adapters" if config.engine.enable_lora else ""
-    return f"{dtype} {config.model.quantization} {way} kv {str(kv_dtype).removeprefix('torch.')}{adapted}"
+    ranks = "" if (size := config.engine.tensor_parallel_size) == 1 else f" ranks {size}"
+    return f"{dtype} {config.model.quantization} {way} kv {str(kv_dtype).removeprefix('torch.')}{adapted}{ranks}"
 
 
 def _key_cost(config: CheckpointConfig) -> float:
@@ -238,21 +282,24 @@ def _capacity(config: WorkerConfig, max_model_len: int) -> StepCapacity:
     )
 
 
-def _size_kv(need: KvNeed, config: WorkerConfig, model: Decoder, device: torch.device) -> KvSize:
+def _size_kv(need: KvNeed, config: WorkerConfig, model: Decoder, placement: Placement) -> KvSize:
+    """The size of the cache, the same on all ranks: what the one with the least memory has room for."""
+    device, split = placement.device, placement.split
     explicit = config.engine.kv_cache_memory_bytes
     if explicit is not None:
         available = explicit
     elif device.type == "cuda":
         available = cuda_bytes(config.engine.gpu_memory_utilization, _profile(need, config, model, device), device)
         available -= 2 * NUM_STAGED * need.layout.block_bytes if config.engine.swap_bytes else 0
+        available = split.size * split.least(available)
     else:
-        available = cpu_default_bytes(config.engine.memory_shares)
+        available = split.least(cpu_default_bytes(config.engine.memory_shares))
     size = size_kv(need, available, is_explicit=explicit is not None)
     if size.max_model_len < need.model_len:
         _log.warning("context.lowered", max_model_len=size.max_model_len,
                      model_allows=need.model_len, remedy="--kv-cache-memory-bytes")  # fmt: skip
     _log.info("cache.sized", tokens=size.num_tokens, blocks=size.num_blocks, block_size=size.block_size,
-             mib=size.num_blocks * need.layout.block_bytes / 2**20, max_model_len=size.max_model_len,
+             mib=size.num_blocks * need.block_bytes / 2**20, max_model_len=size.max_model_len,
              full_length_requests=size.num_full_requests)  # fmt: skip
     return size
 

@@ -43,6 +43,8 @@ def open_pool(config: WorkerConfig, checkpoint_config: CheckpointConfig, layout:
     if wanted == "off" or (checkpoint_config.is_foreign and (wanted, isa) == ("auto", "auto")):
         return None
     try:
+        if (num_ranks := config.engine.tensor_parallel_size) > 1:
+            raise CpuKernelsUnavailable(f"--tensor-parallel-size={num_ranks}; the CPU kernels are for one rank")
         _refuse_what_torch_must(checkpoint_config)
         layout.kv_shape  # noqa: B018 - raises for what the kernels don't have
         library = _load_best(config) if isa == "auto" else load_library(_cache_folder(config), Isa(isa), _announce)

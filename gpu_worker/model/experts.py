@@ -11,7 +11,7 @@ rows an expert has is known to the device only: `LoopedExperts` waits for it, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -60,10 +60,17 @@ class GroupedExperts:
 
 
 class ExpertMlp:
-    """Feed-forward layer of `experts` behind `router`, hidden → number of experts."""
+    """Feed-forward layer of `experts` behind `router`, hidden → number of experts.
 
-    def __init__(self, config: Experts, router: Linear, experts: LoopedExperts | GroupedExperts) -> None:
-        self._config, self._router, self._experts = config, router, experts
+    Args:
+        add_up: of the ranks' results, where each has some of the experts' inner numbers; None: these are all.
+    """
+
+    def __init__(
+        self, config: Experts, router: Linear, experts: LoopedExperts | GroupedExperts,
+        add_up: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self._config, self._router, self._experts, self._add_up = config, router, experts, add_up
 
     @property
     def has_fixed_shapes(self) -> bool:
@@ -72,7 +79,8 @@ class ExpertMlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, hidden] → [rows, hidden]."""
-        return self._experts(x, *self._route(x))
+        out = self._experts(x, *self._route(x))
+        return out if self._add_up is None else self._add_up(out)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Each row's shares, float32, and experts, both [rows, num_used]."""

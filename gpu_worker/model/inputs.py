@@ -26,6 +26,8 @@ from kernels.lora_matmul import AdapterRows, most_groups
 from kernels.paged_attention import BatchExtent, PagedBatch
 
 PADDING_SLOT = -1
+_FLAT = ("token_ids", "positions", "slots", "wanted_rows", "query_starts", "context_lens")
+"""The arrays that `pack` puts one behind another, in front of the block tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,11 @@ class _Buffer:
         """The first `count` entries, which were written; where `send` puts them."""
         self._count = count
         return self._device[:count]
+
+    @property
+    def held(self) -> npt.NDArray[np.int64]:
+        """What was written."""
+        return self.array[: self._count]
 
     def send(self) -> None:
         """Queue the copy of what was written: see the module."""
@@ -195,6 +202,37 @@ class StepInputs:
             if chunk.length == 1:
                 token_ids[row] = chunk.sequence.token_ids[chunk.start]
             row += chunk.num_rows
+
+    def pack(self) -> npt.NDArray[np.int64]:
+        """What was filled in, without padding, as numbers that `unpack` of another rank's inputs takes: the lengths of
+        the arrays and the width of the block tables, then these."""
+        arrays = [self._buffers[name].held for name in _FLAT]
+        tables = self._buffers["block_tables"].held
+        width = -(-int(self._buffers["context_lens"].held.max()) // self.capacity.block_size)
+        sizes = np.array([*map(len, arrays), width], dtype=np.int64)
+        return np.concatenate((sizes, *arrays, tables[:, :width].ravel()))
+
+    def unpack(self, numbers: npt.NDArray[np.int64]) -> None:
+        """Take over what another rank's inputs hold, and have the model read it."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        num_sizes = len(_FLAT) + 1
+        *lengths, width = numbers[:num_sizes].tolist()
+        *pieces, tables = np.split(numbers[num_sizes:], np.cumsum(lengths))
+        arrays = {name: self._buffers[name].put(piece) for name, piece in zip(_FLAT, pieces, strict=True)}
+        starts, context_lens = pieces[-2:]
+        block_tables = self._buffers["block_tables"]
+        block_tables.array[: len(context_lens), :width] = tables.reshape(len(context_lens), width)
+        self.token_ids, self.positions, self.slots = arrays["token_ids"], arrays["positions"], arrays["slots"]
+        self.wanted_rows = arrays["wanted_rows"]
+        self.batch = PagedBatch(
+            arrays["query_starts"],
+            arrays["context_lens"],
+            block_tables.hold(len(context_lens)),
+            self.capacity.block_size,
+            self._extent(starts[1:], context_lens),
+        )
+        self.send()
 
     def send(self) -> None:
         """Have the model read what was filled in."""

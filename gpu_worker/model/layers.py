@@ -53,10 +53,14 @@ class Linear:
     Args:
         weight: [out, in]. bias: [out] or None.
         kind: what a float weight is quantized to: "none", "int8" or "int4".
+        add_up: of the ranks' results, where each has some of the inputs; None: these are all.
     """
 
-    def __init__(self, weight: Weight, bias: Tensor | None = None, kind: str = "none") -> None:
-        self._bias = bias
+    def __init__(
+        self, weight: Weight, bias: Tensor | None = None, kind: str = "none",
+        add_up: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self._bias, self._add_up = bias, add_up
         self._weight: LinearWeight | QuantizedWeight | GroupedWeight
         if not isinstance(weight, Tensor):
             self._weight = weight
@@ -65,23 +69,27 @@ class Linear:
         self._adapted: tuple[LoraWeight, ActiveRows] | None = None
 
     def adapt(self, lora: LoraWeight, active: ActiveRows) -> None:
-        """From now on add what the adapters of the `active` rows give."""
+        """From now on add what the adapters of the `active` rows give; not for addends of several ranks."""
+        assert self._add_up is None, "adapters are for one rank"
         self._adapted = lora, active
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] → [rows, out]."""
-        y = self._multiply(x)
+        if self._add_up is not None:
+            sums = self._add_up(self._multiply(x, None))
+            return sums if self._bias is None else sums + self._bias
+        y = self._multiply(x, self._bias)
         if self._adapted is not None and self._adapted[1].rows is not None:
             lora_matmul(y, x, self._adapted[0], self._adapted[1].rows)
         return y
 
-    def _multiply(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         weight = self._weight
         if isinstance(weight, GroupedWeight) or (isinstance(weight, QuantizedWeight) and weight.is_fp8):
-            return dequantized_linear(x, weight, self._bias).to(x.dtype)
+            return dequantized_linear(x, weight, bias).to(x.dtype)
         if isinstance(weight, QuantizedWeight):
-            return quantized_linear(x, weight, self._bias).to(x.dtype)
-        return linear(x, weight, self._bias)
+            return quantized_linear(x, weight, bias).to(x.dtype)
+        return linear(x, weight, bias)
 
     def rows(self, like: Tensor) -> Tensor:
         """The weight as a table to look rows up in, of the dtype of `like`, which it was made of."""

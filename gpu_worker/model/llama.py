@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_worker.model.config import CheckpointConfig, read_decoder, refuse_windows
@@ -19,6 +18,7 @@ from gpu_worker.model.layers import ActiveRows, Attention, GatedMlp, HeadNorms, 
 from gpu_worker.model.loader import Checkpoint
 from gpu_worker.model.quantization import QUANTIZATIONS, Quantization
 from gpu_worker.model.rope import rotary_table
+from gpu_worker.model.split import WHOLE, Split, Vocabulary
 from gpu_worker.model.weights import LayerWeights, MlpWeights, Projection, read_layer, read_outer
 from gpu_worker.quant.rows import join
 from kernels.kv_write import WriteSlots
@@ -89,17 +89,17 @@ class Llama:
     """A decoder with its embedding and output projection.
 
     Args:
-        embedding: [vocab, hidden]. head: hidden → vocab.
+        vocabulary: of which `embedding` [ids, hidden] and `head`, hidden → ids, are this rank's part.
         scales: of embeddings and logits.
         cos_sin: of each of the model's ropes, [positions, head_size] float32, from `rotary_table`.
     """
 
     def __init__(
         self, embedding: Tensor, layers: list[DecoderLayer], *, norm: RmsNorm, head: Linear, scales: OuterScales,
-        cos_sin: Sequence[Tensor],
+        cos_sin: Sequence[Tensor], vocabulary: Vocabulary,
     ) -> None:  # fmt: skip
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
-        self._scales, self._cos_sin = scales, cos_sin
+        self._scales, self._cos_sin, self._vocabulary = scales, cos_sin, vocabulary
         self._active = ActiveRows()
         self._wanted_hidden: Tensor | None = None
 
@@ -122,7 +122,7 @@ class Llama:
             batch=inputs.batch,
             cache=cache,
         )
-        residual = F.embedding(inputs.token_ids, self._embedding)
+        residual = self._vocabulary.look_up(inputs.token_ids, self._embedding)
         if self._scales.embedding != 1.0:
             residual *= self._scales.embedding
         x: Tensor | None = None
@@ -162,8 +162,8 @@ class Llama:
         return {}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] → [rows, vocab] float32."""
-        logits, cap = self._head(hidden).float(), self._scales.logit_softcap
+        """[rows, hidden] → [rows, vocab] float32; of several ranks, on the first."""
+        logits, cap = self._vocabulary.join(self._head(hidden)).float(), self._scales.logit_softcap
         return logits if cap is None else softcap(logits, cap)
 
 
@@ -173,12 +173,14 @@ def load_llama(
     max_model_len: int,
     device: torch.device,
     quantization: Quantization = QUANTIZATIONS["none"],
+    *,
+    split: Split = WHOLE,
 ) -> Llama:
-    """The model of `config` with its weights from `checkpoint`."""
-    outer = read_outer(config, checkpoint)
+    """The model of `config`, or this rank's part of it, with its weights from `checkpoint`."""
+    outer, own = read_outer(config, checkpoint, split), split.own(config)
     head = Linear(outer.head, kind=quantization.outer)
     layers = [
-        _make_layer(config, read_layer(config, checkpoint, layer), layer, quantization.body)
+        _make_layer(own, read_layer(config, checkpoint, layer, split), layer, quantization.body, split)
         for layer in range(config.num_layers)
     ]
     return Llama(
@@ -188,6 +190,7 @@ def load_llama(
         head=head,
         scales=OuterScales(float(outer.embedding.new_tensor(config.embedding_scale)), config.logit_softcap),
         cos_sin=[rotary_table(rope, config.head_size, max_model_len, device) for rope in config.distinct_ropes],
+        vocabulary=Vocabulary(config.vocab_size, split),
     )
 
 
@@ -195,30 +198,33 @@ def _find_best(logits: Tensor, vocab_size: int) -> Tensor:
     return logits[:, :vocab_size].argmax(dim=-1)
 
 
-def _make_layer(config: CheckpointConfig, weights: LayerWeights, layer: int, kind: str) -> DecoderLayer:
+def _make_layer(config: CheckpointConfig, weights: LayerWeights, layer: int, kind: str, split: Split) -> DecoderLayer:
     attention = Attention(
         config,
         layer,
         qkv=Linear(weights.qkv.weight, weights.qkv.bias, kind),
-        output=Linear(weights.output.weight, weights.output.bias, kind),
+        output=Linear(weights.output.weight, weights.output.bias, kind, split.add_up),
         head_norms=_make_head_norms(config, weights),
     )
     return DecoderLayer(
         attention,
-        _make_feed_forward(config, weights, layer, kind),
+        _make_feed_forward(config, weights, layer, kind, split),
         _make_norms(config, weights),
     )
 
 
-def _make_feed_forward(config: CheckpointConfig, weights: LayerWeights, layer: int, kind: str) -> GatedMlp | ExpertMlp:
+def _make_feed_forward(
+    config: CheckpointConfig, weights: LayerWeights, layer: int, kind: str, split: Split
+) -> GatedMlp | ExpertMlp:
     experts = config.experts[layer] if config.experts else None
     if experts is None or weights.router is None:
-        return _make_mlp(weights.mlp[0], config.gate, kind)
+        return _make_mlp(weights.mlp[0], config.gate, kind, split.add_up)
     router, router_weight = Linear(weights.router.weight), weights.router.weight
     is_on_card = isinstance(router_weight, Tensor) and uses_triton(router_weight)
     if is_on_card and config.gate == "silu" and kind == "none" and config.scheme is None:
-        return ExpertMlp(experts, router, group_experts(weights.mlp))
-    return ExpertMlp(experts, router, LoopedExperts([_make_mlp(mlp, config.gate, kind) for mlp in weights.mlp]))
+        return ExpertMlp(experts, router, group_experts(weights.mlp), split.add_up)
+    looped = LoopedExperts([_make_mlp(mlp, config.gate, kind) for mlp in weights.mlp])
+    return ExpertMlp(experts, router, looped, split.add_up)
 
 
 def group_experts(mlps: Sequence[MlpWeights]) -> GroupedExperts:
@@ -236,11 +242,13 @@ def _floats(projection: Projection) -> Tensor:
     return projection.weight
 
 
-def _make_mlp(weights: MlpWeights, gate_kind: str, kind: str) -> GatedMlp:
+def _make_mlp(
+    weights: MlpWeights, gate_kind: str, kind: str, add_up: Callable[[Tensor], Tensor] | None = None
+) -> GatedMlp:
     gate, up, down = weights.gate, weights.up, weights.down
     bias = None if gate.bias is None or up.bias is None else torch.cat((gate.bias, up.bias))
     gate_up = Linear(join(gate.weight, up.weight), bias, kind)
-    return GatedMlp(gate_up, Linear(down.weight, down.bias, kind), gate_kind)
+    return GatedMlp(gate_up, Linear(down.weight, down.bias, kind, add_up), gate_kind)
 
 
 def _make_norms(config: CheckpointConfig, weights: LayerWeights) -> LayerNorms:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +27,17 @@ _INDEX = "model.safetensors.index.json"
 _SAMPLE_BYTES = 1 << 16
 _NUM_SAMPLES = 16
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class Part(NamedTuple):
+    """What of a tensor is read: these rows, below one another; of each, these columns, None: all."""
+
+    rows: tuple[range, ...]
+    columns: range | None = None
+
+    def is_whole(self, shape: tuple[int, ...]) -> bool:
+        """Whether that is all of a tensor of `shape`."""
+        return self.rows == (range(shape[0]),) and self.columns in (None, range(shape[-1]))
 
 
 class Checkpoint:
@@ -58,13 +70,18 @@ class Checkpoint:
             raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
         self._files |= dict.fromkeys(file.keys(), file)
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, part: Part | None = None
+    ) -> Tensor:
         """The tensor `name`, converted to `dtype` (the checkpoint's if None) and moved.
+
+        Args:
+            shape: of the whole tensor. part: of it, all that is read; None: the whole.
 
         Raises:
             ConfigError: it is missing, has another shape, or is no float tensor.
         """
-        tensor = self.take_stored(name, shape)
+        tensor = self.take_stored(name, shape, part)
         if tensor.dtype not in _FLOATS:
             raise ConfigError(
                 f"{self._folder}: {name} is {tensor.dtype}, and config.json does not say how it is quantized"
@@ -80,24 +97,30 @@ class Checkpoint:
         """Whether there is a tensor `name`."""
         return name in self._files
 
-    def take_stored(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The tensor `name` as the file has it, of any shape if `shape` is None.
+    def take_stored(self, name: str, shape: tuple[int, ...] | None = None, part: Part | None = None) -> Tensor:
+        """The tensor `name`, or `part` of it, as the file has it, of any shape if `shape` is None.
 
         Raises:
             ConfigError: it is missing, or has another shape.
         """
         if name not in self._files:
             raise ConfigError(f"{self._folder}: the weights hold no tensor {name}")
-        tensor: Tensor = self._files[name].get_tensor(name)
-        if shape is not None and tuple(tensor.shape) != shape:
-            raise ConfigError(f"{self._folder}: {name} is {list(tensor.shape)}, config.json asks for {list(shape)}")
+        stored = self._files[name].get_slice(name)
+        if shape is not None and tuple(stored.get_shape()) != shape:
+            raise ConfigError(f"{self._folder}: {name} is {stored.get_shape()}, config.json asks for {list(shape)}")
+        if part is None or part.is_whole(tuple(stored.get_shape())):
+            tensor: Tensor = self._files[name].get_tensor(name)
+        else:
+            tensor = _read_part(stored, part)
         self._taken.add(name)
         self._report_progress()
         return tensor
 
-    def take_joined(self, names: list[str], shapes: list[tuple[int, ...]]) -> Tensor:
-        """Several tensors below one another."""
-        return torch.cat([self.take(name, shape) for name, shape in zip(names, shapes, strict=True)])
+    def take_joined(self, names: list[str], shapes: list[tuple[int, ...]], parts: list[Part] | None = None) -> Tensor:
+        """Several tensors, or a part of each, below one another."""
+        wanted: Sequence[Part | None] = parts or [None] * len(names)
+        tensors = [self.take(name, shape, None, part) for name, shape, part in zip(names, shapes, wanted, strict=True)]
+        return torch.cat(tensors)
 
     def close(self, ignored: tuple[str, ...] = ()) -> None:
         """Close the files.
@@ -118,6 +141,13 @@ class Checkpoint:
         if time.monotonic() - self._last_progress > 1.0:
             self._last_progress = time.monotonic()
             _log.info("weights.loading", tensors=f"{len(self._taken)}/{len(self._files)}")
+
+
+def _read_part(stored: Any, part: Part) -> Tensor:
+    """`part` of a tensor in a safetensors file."""
+    columns = () if part.columns is None else (slice(part.columns.start, part.columns.stop),)
+    pieces = [stored[(slice(rows.start, rows.stop), *columns)] for rows in part.rows]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from gpu_worker.model.config import CheckpointConfig, Experts
-from gpu_worker.model.loader import Checkpoint
+from gpu_worker.model.loader import Checkpoint, Part
+from gpu_worker.model.split import WHOLE, Share, Split
 from gpu_worker.quant.linears import IGNORED, read_weight
 from gpu_worker.quant.rows import halves, join, num_rows, take_rows
 from gpu_worker.quant.scheme import Scheme
@@ -60,33 +61,34 @@ class OuterWeights:
     head: Weight
 
 
-def read_outer(config: CheckpointConfig, checkpoint: Checkpoint) -> OuterWeights:
-    """Embedding, last norm and output projection."""
+def read_outer(config: CheckpointConfig, checkpoint: Checkpoint, split: Split = WHOLE) -> OuterWeights:
+    """Embedding, last norm and output projection, of this rank's ids."""
     vocab = (config.vocab_size, config.hidden_size)
-    embedding = checkpoint.take("model.embed_tokens.weight", vocab)
+    own = Part((split.vocabulary_share(config.vocab_size).own,))
+    embedding = checkpoint.take("model.embed_tokens.weight", vocab, None, own)
     return OuterWeights(
         embedding=embedding,
         norm=_take_norm(config, checkpoint, "model.norm", config.hidden_size),
-        head=embedding if config.is_tied else read_weight(config.scheme, checkpoint, "lm_head", vocab),
+        head=embedding if config.is_tied else _Source(checkpoint, config.scheme).weight("lm_head", vocab, own),
     )
 
 
-def read_layer(config: CheckpointConfig, checkpoint: Checkpoint, layer: int) -> LayerWeights:
-    """The weights of block `layer`, a head's numbers in the order that `kernels.rotary` turns in."""
-    name, hidden = f"model.layers.{layer}.", config.hidden_size
-    names, q_size = _NAMES[config.is_fused], config.num_heads * config.head_size
-    kv_size = config.num_kv_heads * config.head_size
+def read_layer(config: CheckpointConfig, checkpoint: Checkpoint, layer: int, split: Split = WHOLE) -> LayerWeights:
+    """The weights of block `layer`, this rank's part of each, a head's numbers in the order that `kernels.rotary` turns
+    in. `config`: of the whole model."""
+    name, hidden, names = f"model.layers.{layer}.", config.hidden_size, _NAMES[config.is_fused]
     source = _Source(checkpoint, config.scheme, name)
-    qkv = _read_joined(source, names.qkv, [q_size, kv_size, kv_size], hidden, has_bias=config.has_qkv_bias)
-    output = _read_joined(source, ["self_attn.o_proj"], [hidden], q_size, has_bias=config.has_output_bias)
+    heads, kv = split.share(config.num_heads * config.head_size), split.kv_share(config)
+    qkv = _read_joined(source, names.qkv, [heads, kv, kv], hidden, has_bias=config.has_qkv_bias)
+    output = _read_addends(source, "self_attn.o_proj", hidden, heads, has_bias=config.has_output_bias)
     experts, router = config.experts[layer] if config.experts else None, None
     if experts is None:
-        mlp: tuple[MlpWeights, ...] = (_read_mlp(config, source),)
+        mlp: tuple[MlpWeights, ...] = (_read_mlp(config, source, split),)
     else:
-        mlp, router = _read_experts(experts, source, hidden), _read_router(experts, source, hidden)
+        mlp, router = _read_experts(experts, source, hidden, split), _read_router(experts, source, hidden)
     return LayerWeights(
         **_read_norms(config, checkpoint, name),
-        qkv=_pair_up(qkv, config, config.ropes[layer].size),
+        qkv=_pair_up(qkv, split.own(config), config.ropes[layer].size),
         output=output,
         mlp=mlp,
         router=router,
@@ -99,40 +101,73 @@ class _Source:
 
     checkpoint: Checkpoint
     scheme: Scheme | None
-    layer: str
+    layer: str = ""
 
-    def weight(self, name: str, shape: tuple[int, int]) -> Weight:
+    def weight(self, name: str, shape: tuple[int, int], part: Part) -> Weight:
+        """`part` of the weight of linear `name`, which has `shape`."""
+        if self.scheme is None:
+            return self.checkpoint.take(f"{self.layer}{name}.weight", shape, None, part)
+        assert part.is_whole(shape), "quantized checkpoints are for one rank"
         return read_weight(self.scheme, self.checkpoint, self.layer + name, shape)
 
 
 def _read_joined(
-    source: _Source, parts: list[str], sizes: list[int], in_features: int, *, has_bias: bool
+    source: _Source, names: list[str], shares: list[Share], in_features: int, *, has_bias: bool
 ) -> Projection:
-    """Projections of `sizes` outputs below one another, which the checkpoint may hold as one."""
-    sizes = sizes if len(parts) == len(sizes) else [sum(sizes)]
-    weight = join(*(source.weight(part, (n, in_features)) for part, n in zip(parts, sizes, strict=True)))
+    """This rank's outputs of several projections below one another, which the checkpoint may hold as one."""
+    sizes, parts = [share.whole for share in shares], [Part((share.own,)) for share in shares]
+    if len(names) < len(shares):
+        firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+        rows = [range(n + s.own.start, n + s.own.stop) for n, s in zip(firsts, shares, strict=True)]
+        sizes, parts = [sum(sizes)], [Part(tuple(_merge(rows)))]
+    wanted = zip(names, sizes, parts, strict=True)
+    weight = join(*(source.weight(name, (n, in_features), part) for name, n, part in wanted))
     if not has_bias:
         return Projection(weight=weight)
-    names = [f"{source.layer}{part}.bias" for part in parts]
-    return Projection(weight=weight, bias=source.checkpoint.take_joined(names, [(n,) for n in sizes]))
+    biases = [f"{source.layer}{name}.bias" for name in names]
+    return Projection(weight=weight, bias=source.checkpoint.take_joined(biases, [(n,) for n in sizes], parts))
 
 
-def _read_mlp(config: CheckpointConfig, source: _Source) -> MlpWeights:
-    hidden, size, has_bias = config.hidden_size, config.intermediate_size, config.has_mlp_bias
+def _merge(rows: list[range]) -> list[range]:
+    """`rows`, those that follow one another as one."""
+    merged = rows[:1]
+    for piece in rows[1:]:
+        if piece.start == merged[-1].stop:
+            merged[-1] = range(merged[-1].start, piece.stop)
+        else:
+            merged.append(piece)
+    return merged
+
+
+def _read_addends(source: _Source, name: str, out_features: int, inner: Share, *, has_bias: bool = False) -> Projection:
+    """A projection of this rank's inputs. Its bias, which is added to the sum of all ranks' results, is whole."""
+    part = Part((range(out_features),), inner.own)
+    return Projection(
+        weight=source.weight(name, (out_features, inner.whole), part),
+        bias=source.checkpoint.take(f"{source.layer}{name}.bias", (out_features,)) if has_bias else None,
+    )
+
+
+def _read_mlp(config: CheckpointConfig, source: _Source, split: Split) -> MlpWeights:
+    hidden, inner, has_bias = config.hidden_size, split.share(config.intermediate_size), config.has_mlp_bias
     names = _NAMES[config.is_fused].gate_up
-    gate, up = _split(_read_joined(source, names, [size, size], hidden, has_bias=has_bias))
-    down = _read_joined(source, ["mlp.down_proj"], [hidden], size, has_bias=has_bias)
+    gate, up = _split(_read_joined(source, names, [inner, inner], hidden, has_bias=has_bias))
+    down = _read_addends(source, "mlp.down_proj", hidden, inner, has_bias=has_bias)
     return MlpWeights(gate=gate, up=up, down=down)
 
 
-def _read_experts(experts: Experts, source: _Source, hidden: int) -> tuple[MlpWeights, ...]:
-    names, inner, outer = experts.names, (experts.size, hidden), (hidden, experts.size)
+def _read_experts(experts: Experts, source: _Source, hidden: int, split: Split) -> tuple[MlpWeights, ...]:
+    names, inner = experts.names, split.share(experts.size)
 
-    def take(name: str, expert: int, shape: tuple[int, int]) -> Projection:
-        return Projection(weight=source.weight(name.format(expert), shape))
+    def take(name: str, expert: int) -> Projection:
+        return _read_joined(source, [name.format(expert)], [inner], hidden, has_bias=False)
 
     return tuple(
-        MlpWeights(gate=take(names.gate, i, inner), up=take(names.up, i, inner), down=take(names.down, i, outer))
+        MlpWeights(
+            gate=take(names.gate, i),
+            up=take(names.up, i),
+            down=_read_addends(source, names.down.format(i), hidden, inner),
+        )
         for i in range(experts.count)
     )
 

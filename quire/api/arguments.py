@@ -22,7 +22,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto",),
     "skip_tokenizer_init": (False,),
     "trust_remote_code": (False,),
-    "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "enable_expert_parallel": (False,),
