@@ -45,10 +45,9 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
     Raises:
         ConfigError: the model folder, a flag or the memory does not allow it.
     """
-    engine = config.engine
+    engine, folder, device = config.engine, Path(config.model.model), _device(config.engine.device)
     if engine.num_threads is not None:
         torch.set_num_threads(engine.num_threads)
-    folder, device = Path(config.model.model), _device(engine.device)
     checkpoint_config, model_len = _read_config(folder, config.model.max_model_len)
     dtype_name = _dtype_name(config.model.dtype, checkpoint_config)
     dtype: torch.dtype = getattr(torch, dtype_name)
@@ -73,8 +72,8 @@ def load_runner(config: WorkerConfig) -> DecoderRunner:
         key_cost=_key_cost(checkpoint_config),
         window=window,
     )
-    capacity = _capacity(config, size.max_model_len)
-    cache, inputs = layout.allocate(size.num_blocks, device), StepInputs(capacity, device)
+    capacity, cache = _capacity(config, size.max_model_len), layout.allocate(size.num_blocks, device)
+    inputs = StepInputs(capacity, device)
     return DecoderRunner(
         model,
         cache,
