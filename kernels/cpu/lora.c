@@ -20,55 +20,59 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-INLINE floats load_panel(const int is_bf16, const char *at) {
-    return is_bf16 ? from_bf16(_mm256_loadu_si256((const __m256i *)at)) : load((const float *)at);
+/* Sums + x's number k by a panel's, with bfloat16 its pair of numbers k by the panel's pairs. */
+INLINE floats add_products(const int is_bf16, floats sums, const char *x, int64_t k, const char *panel) {
+    int32_t pair;
+    if (!is_bf16) return multiply_add(floats_of(((const float *)x)[k]), load((const float *)panel), sums);
+    memcpy(&pair, x + 4 * k, sizeof(pair));
+    return add_bf16_products(sums, ints_of(pair), load_ints(panel));
 }
 
-/* out[r][p] = x[r] · panel p, over `depth` numbers; `x_stride` and `out_stride` floats between rows. */
-INLINE void multiply_rows(const int rows, const int panels, const int is_bf16, const float *x, const int64_t *x_at,
-                          const char *w, int64_t depth, floats sum[MAX_ROWS][MAX_PANELS]) {
-    const int64_t step = is_bf16 ? 2 * LANES : 4 * LANES;
-    const float *from[MAX_ROWS];
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++) {
-        from[r] = x + x_at[r];
-#pragma GCC unroll 2
-        for (int p = 0; p < panels; p++) sum[r][p] = floats_of(0);
-    }
-    for (int64_t k = 0; k < depth; k++) {
-        floats panel[MAX_PANELS];
-#pragma GCC unroll 2
-        for (int p = 0; p < panels; p++) panel[p] = load_panel(is_bf16, w + (p * depth + k) * step);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            const floats number = floats_of(from[r][k]);
-#pragma GCC unroll 2
-            for (int p = 0; p < panels; p++) sum[r][p] = multiply_add(number, panel[p], sum[r][p]);
-        }
-    }
-}
-
-/* Rows of x by neighbouring panels into `to`, whose row i begins at to + to_at[i]: stored, or added to what is there.
- * `left` outputs are true, beginning at the first panel. */
+/* Rows of x by neighbouring panels into `to`, `at` bytes to a row: floats are added to what is there, or sums are stored
+ * as what the factors are. `depth` counts numbers, or pairs; `left` outputs are true, beginning at the first panel. */
 typedef struct block {
-    const float *x;
-    const int64_t *x_at;
+    const char *x;
+    const int64_t *x_at; /* bytes, of each row */
     const char *w;
     int64_t depth;
-    float *to;
+    char *to;
     const int64_t *to_at;
     int64_t left;
     int is_bf16, is_added;
 } block;
+
+INLINE void multiply_rows(const int rows, const int panels, const int is_bf16, const block *b,
+                          floats sum[MAX_ROWS][MAX_PANELS]) {
+    const char *from[MAX_ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) {
+        from[r] = b->x + b->x_at[r];
+#pragma GCC unroll 2
+        for (int p = 0; p < panels; p++) sum[r][p] = floats_of(0);
+    }
+    for (int64_t k = 0; k < b->depth; k++)
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+            for (int p = 0; p < panels; p++)
+                sum[r][p] = add_products(is_bf16, sum[r][p], from[r], k, b->w + (p * b->depth + k) * 64);
+}
 
 INLINE void finish_rows(const int rows, const int panels, const block *b, floats sum[MAX_ROWS][MAX_PANELS]) {
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
         for (int p = 0; p < panels; p++) {
-            float *to = b->to + b->to_at[r] + p * LANES;
+            char *to = b->to + b->to_at[r];
             const int64_t left = b->left - p * LANES;
-            store_first(to, left, b->is_added ? add(load_first(to, left), sum[r][p]) : sum[r][p]);
+            if (b->is_added) {
+                float *y = (float *)to + p * LANES;
+                store_first(y, left, add(load_first(y, left), sum[r][p]));
+            } else if (b->is_bf16) {
+                store_first_uint16((uint16_t *)to + p * LANES, left, to_bf16(sum[r][p]));
+            } else {
+                store_first((float *)to + p * LANES, left, sum[r][p]);
+            }
         }
 }
 
@@ -76,9 +80,9 @@ INLINE void finish_rows(const int rows, const int panels, const block *b, floats
     static void rows_##rows##_##panels(const block *b) {                                                     \
         floats sum[MAX_ROWS][MAX_PANELS];                                                                    \
         if (b->is_bf16)                                                                                      \
-            multiply_rows(rows, panels, 1, b->x, b->x_at, b->w, b->depth, sum);                              \
+            multiply_rows(rows, panels, 1, b, sum);                                                          \
         else                                                                                                 \
-            multiply_rows(rows, panels, 0, b->x, b->x_at, b->w, b->depth, sum);                              \
+            multiply_rows(rows, panels, 0, b, sum);                                                          \
         finish_rows(rows, panels, b, sum);                                                                   \
     }
 DEFINE(1, 1)
@@ -114,7 +118,13 @@ static void multiply_group(block b, int64_t num_rows, int64_t num_panels) {
     }
 }
 
-static int64_t panel_stride(const lora_args *a, int64_t depth) { return depth * LANES * (a->dtype == BF16 ? 2 : 4); }
+/* Of factors, in bytes. */
+static int64_t number_size(const lora_args *a) { return a->dtype == BF16 ? 2 : 4; }
+
+/* Steps along `numbers`: themselves, or pairs. */
+static int64_t depth_of(const lora_args *a, int64_t numbers) {
+    return a->dtype == BF16 ? ceil_div(numbers, 2) : numbers;
+}
 
 /* Panels of A there can be. */
 static int64_t most_shrink_panels(const lora_args *a) { return a->shrunk_stride / LANES; }
@@ -123,8 +133,11 @@ static int64_t shrink_num_tiles(const void *args, const step *step, int num_thre
     return step->num_groups * ceil_div(most_shrink_panels(args), MAX_PANELS);
 }
 
-/* The row as floats: where it lies, or in `copy`. */
-static const float *read_row(const lora_args *a, int64_t row, float *copy) {
+/* Whether a row can be multiplied where it lies: it is what the factors are, in whole pairs. */
+static int is_in_place(const lora_args *a) { return a->x_dtype == a->dtype && (a->dtype == F32 || a->in % 2 == 0); }
+
+/* A row's numbers as floats: where they lie, or in `copy`. */
+static const float *read_floats(const lora_args *a, int64_t row, float *copy) {
     if (a->x_dtype == F32) return (const float *)a->x + row * a->x_stride;
     if (a->x_dtype == BF16) {
         widen_row((const uint16_t *)a->x + row * a->x_stride, copy, a->in);
@@ -137,6 +150,15 @@ static const float *read_row(const lora_args *a, int64_t row, float *copy) {
     return copy;
 }
 
+/* A row as what the factors are, from `copy` on, with a zero behind; `floats` has room for it, too. */
+static void copy_row(const lora_args *a, int64_t row, char *copy, float *floats) {
+    const float *numbers = read_floats(a, row, a->dtype == F32 ? (float *)copy : floats);
+    if (a->dtype == BF16) {
+        narrow_row(numbers, (uint16_t *)copy, a->in);
+        ((uint16_t *)copy)[a->in] = 0;
+    }
+}
+
 static void shrink_run_tile(const void *untyped, const step *step, int64_t tile, int thread, int num_threads) {
     const lora_args *a = untyped;
     const int64_t per_group = ceil_div(most_shrink_panels(a), MAX_PANELS), group = tile / per_group;
@@ -145,17 +167,18 @@ static void shrink_run_tile(const void *untyped, const step *step, int64_t tile,
     const int64_t num_panels = a->num_parts * weight->rank / LANES;
     if (panel >= num_panels) return;
     const int64_t first = step->group_starts[group], num_rows = step->group_starts[group + 1] - first;
-    const int64_t in = ceil_div(a->in, LANES) * LANES;
-    float *copies = a->x_dtype == F32 ? NULL : scratch(num_rows * in * 4);
-    const float *origin = copies ? copies : a->x;
+    const int64_t size = number_size(a), copy_bytes = (a->in + LANES) * 4, x_bytes = a->x_stride * size;
+    char *copies = is_in_place(a) ? NULL : scratch((num_rows + 1) * copy_bytes);
     int64_t x_at[LORA_GROUP_ROWS], to_at[LORA_GROUP_ROWS];
     for (int64_t i = 0; i < num_rows; i++) {
         const int64_t row = step->group_rows[first + i];
-        x_at[i] = read_row(a, row, copies ? copies + i * in : NULL) - origin;
-        to_at[i] = row * a->shrunk_stride;
+        if (copies) copy_row(a, row, copies + i * copy_bytes, (float *)(copies + num_rows * copy_bytes));
+        x_at[i] = copies ? i * copy_bytes : row * x_bytes;
+        to_at[i] = row * a->shrunk_stride * 4;
     }
-    const block block = {.x = origin, .x_at = x_at, .w = (const char *)weight->a + panel * panel_stride(a, a->in),
-                         .depth = a->in, .to = a->shrunk + panel * LANES, .to_at = to_at,
+    const int64_t depth = depth_of(a, a->in);
+    const block block = {.x = copies ? copies : a->x, .x_at = x_at, .w = (const char *)weight->a + panel * depth * 64,
+                         .depth = depth, .to = (char *)a->shrunk + panel * LANES * size, .to_at = to_at,
                          .left = (num_panels - panel) * LANES, .is_bf16 = a->dtype == BF16, .is_added = 0};
     multiply_group(block, num_rows, num_panels - panel < MAX_PANELS ? num_panels - panel : MAX_PANELS);
 }
@@ -180,15 +203,16 @@ static void expand_run_tile(const void *untyped, const step *step, int64_t tile,
     const int64_t begin = tile % per_group * EXPAND_PANELS, end = begin + EXPAND_PANELS < all ? begin + EXPAND_PANELS : all;
     int64_t x_at[LORA_GROUP_ROWS], to_at[LORA_GROUP_ROWS];
     for (int64_t i = 0; i < num_rows; i++) {
-        x_at[i] = step->group_rows[first + i] * a->shrunk_stride;
-        to_at[i] = step->group_rows[first + i] * a->y_stride;
+        x_at[i] = step->group_rows[first + i] * a->shrunk_stride * 4;
+        to_at[i] = step->group_rows[first + i] * a->y_stride * 4;
     }
+    const int64_t depth = depth_of(a, weight->rank);
     for (int64_t panel = begin; panel < end;) {
         const int64_t part = part_of(a, panel);
         const int64_t panels = MAX_PANELS == 2 && panel + 1 < end && part_of(a, panel + 1) == part ? 2 : 1;
-        const block block = {.x = a->shrunk + part * weight->rank, .x_at = x_at,
-                             .w = (const char *)weight->b + panel * panel_stride(a, weight->rank),
-                             .depth = weight->rank, .to = a->y + panel * LANES, .to_at = to_at,
+        const block block = {.x = (const char *)a->shrunk + part * weight->rank * number_size(a), .x_at = x_at,
+                             .w = (const char *)weight->b + panel * depth * 64, .depth = depth,
+                             .to = (char *)(a->y + panel * LANES), .to_at = to_at,
                              .left = a->out - panel * LANES, .is_bf16 = a->dtype == BF16, .is_added = 1};
         multiply_group(block, num_rows, panels);
         panel += panels;

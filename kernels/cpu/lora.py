@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.linear import LANES, aligned_copy
+from kernels.cpu.linear import LANES, pack_float
 from kernels.cpu.ops import Dtype, Epilogue, GateArgs, LoraArgs, LoraFactors, OpKind
 from kernels.cpu.program import Program, address
 
@@ -164,6 +164,4 @@ def _padded(size: int) -> int:
 
 
 def _in_panels(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """[out, in] as [out / 16][in][16] of `dtype`, bytes."""
-    padded = F.pad(weight, (0, 0, 0, -len(weight) % LANES)).to(dtype)
-    return aligned_copy(padded.view(-1, LANES, padded.shape[1]).transpose(1, 2))
+    return pack_float(weight.to(dtype)).panels

@@ -125,8 +125,8 @@ typedef struct quantize_args {
     int32_t per_row; /* rows of the buffers for each row of the step: 1, or a pair's */
 } quantize_args;
 
-/* One adapter's factors of a linear, in panels as F32 weights are, of F32 or BF16 (not in pairs):
- * a [parts · rank / 16][in][16], b [out / 16][rank][16] with the adapter's scale in it. Ranks are padded with zeros. */
+/* One adapter's factors of a linear, in panels as weights of F32 or BF16 are: a [parts · rank, in], b [out, rank] with
+ * the adapter's scale in it. Ranks are padded with zeros. */
 typedef struct lora_weight {
     const void *a, *b;
     int64_t rank; /* of a part, a multiple of 16; 0: it leaves this linear alone */
@@ -134,7 +134,8 @@ typedef struct lora_weight {
 
 /* y[row] += b · (a · x[row]) with the factors in the row's slot; rows of no adapter are left alone. A fused linear has
  * parts, each with rows of `a` of its own: its outputs begin at panel 0, `second_part` and `third_part` (INT64_MAX:
- * none), or they alternate panel by panel, as a gate's do. OP_LORA_SHRINK leaves a · x in `shrunk`, OP_LORA_EXPAND adds. */
+ * none), or they alternate panel by panel, as a gate's do. OP_LORA_SHRINK leaves a · x in `shrunk`, in the factors' type
+ * (x is rounded to it, too), OP_LORA_EXPAND adds. Sums are float. */
 typedef struct lora_args {
     const lora_weight *slots;
     const void *x;         /* [rows, x_stride] of x_dtype: F32, BF16, or quantized rows (INT8) */

@@ -56,7 +56,7 @@ def cell(adapters: Adapters, model_folder: Path, tmp_path_factory: pytest.TempPa
     """Two gateways and a worker whose steps have two adapters at most; "a" is there from the start."""
     flags = ("--enable-lora", "--max-loras=2", "--max-lora-rank=8", f"--lora-modules=a={adapters.root / 'a'}",
              "--gateways=2", "--enable-lora-updates", "--admin-key=secret", f"--lora-dir={adapters.root}",
-             "--worker-lease-s=1.5")  # fmt: skip
+             )  # fmt: skip
     running = Cell(model_folder, tmp_path_factory.mktemp("adapted"), *SMALL, *flags)
     yield running
     running.close()

@@ -19,8 +19,8 @@ from tests.kernels.cpu.conftest import Machine, quantized_rows
 from tests.kernels.cpu.guarded import GuardedTensor
 from tests.kernels.lora_cases import PARTS, SLOTS, make_rows, make_weight
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-5}
-"""Sums are float32 whatever the factors are."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Sums are float32 whatever the factors are; A · x is rounded to what these are."""
 MAX_RANK = 24
 GATES = {Epilogue.SILU_MUL: F.silu, Epilogue.GELU_MUL: partial(F.gelu, approximate="tanh")}
 
@@ -86,7 +86,7 @@ def test_reads_quantized_rows(machine: Machine) -> None:
     y = torch.randn(5, 48)
     expected = lora_matmul_reference(y, values.float() * scales.view(-1, 1), weight, [0] * 5)
     run(machine, quantized_rows(values), y, weight, [0] * 5, x_scales=scales.flatten().contiguous())
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=TOLERANCE[torch.bfloat16])
 
 
 def test_rows_are_independent(machine: Machine) -> None:
