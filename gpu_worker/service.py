@@ -54,6 +54,11 @@ class LoadedModel(ModelRunner, Protocol):
         ...
 
     @property
+    def quantization(self) -> str:
+        """Of weights; "none": they are floats."""
+        ...
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens of a sequence."""
         ...
@@ -284,7 +289,7 @@ class WorkerService:
             reserved_tokens=self._config.engine.reserved_tokens(self._model.max_model_len),
             num_swap_blocks=0 if self._model.host_memory is None else self._model.host_memory.num_blocks,
             preemption_mode=self._config.engine.preemption_mode,
-            settings=_shown_settings(self._config),
+            settings=_shown_settings(self._config.engine, self._model.quantization),
             window=self._config.engine.kept_window(self._model.window),
             step_tokens=self._config.engine.step_tokens(self._model.max_model_len),
             names=names,
@@ -293,13 +298,12 @@ class WorkerService:
         )
 
 
-def _shown_settings(config: WorkerConfig) -> tuple[tuple[str, str], ...]:
+def _shown_settings(engine: EngineConfig, quantization: str) -> tuple[tuple[str, str], ...]:
     """What else says how this worker runs."""
-    engine = config.engine
     names = ("batching", "kv_layout", "kv_cache_dtype", "gpu_memory_utilization", "max_num_batched_tokens",
              "enable_chunked_prefill", "max_step_ms", "num_threads", "tensor_parallel_size")  # fmt: skip
     shown = tuple((name, str(getattr(engine, name))) for name in names)
-    return (*shown, ("quantization", config.model.quantization), ("speculative", str(bool(engine.speculative_config))))
+    return (*shown, ("quantization", quantization), ("speculative", str(bool(engine.speculative_config))))
 
 
 async def _watch(mine: Incarnation) -> None:

@@ -44,6 +44,7 @@ class ScriptedRunner:
     """
 
     fingerprint = "scripted"
+    quantization = "none"
     max_model_len = 256
     dtype = "float32"
     device = "cpu"

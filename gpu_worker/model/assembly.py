@@ -111,6 +111,7 @@ def load_parts(config: WorkerConfig, split: Split = WHOLE) -> Parts:
         device=device.type,
         key_cost=_key_cost(checkpoint_config),
         window=window,
+        quantization=config.model.quantization if checkpoint_config.scheme is None else checkpoint_config.scheme.method,
     )
     cache = layout.allocate(size.num_blocks, device)
     return Parts(

@@ -39,7 +39,7 @@ _Result = TypeVar("_Result")
 class ModelCard:
     """What a worker tells others about its model. `vocab_size` counts ids that have a token; `key_cost` is the
     arithmetic of one (query, key) pair as a share of a token's in the linears; `window` the tokens that a query sees at
-    most, 0: all."""
+    most, 0: all; `quantization` how its weights are, the checkpoint's own way or one chosen at load."""
 
     fingerprint: str
     vocab_size: int
@@ -48,6 +48,7 @@ class ModelCard:
     device: str
     key_cost: float
     window: int = 0
+    quantization: str = "none"
 
 
 class Decoder(Protocol):
@@ -145,6 +146,11 @@ class DecoderRunner:
     def fingerprint(self) -> str:
         """Names weights and arithmetic."""
         return self.card.fingerprint
+
+    @property
+    def quantization(self) -> str:
+        """Of weights; "none": they are floats."""
+        return self.card.quantization
 
     @property
     def vocab_size(self) -> int:

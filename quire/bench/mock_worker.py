@@ -39,6 +39,7 @@ class EchoModel:
     """A model runner: the token at output position p is token p of the prompt, from its start again after its end."""
 
     fingerprint = MODEL_NAME
+    quantization = "none"
     max_model_len = MAX_MODEL_LEN
     dtype = "float32"
     device = "none"

@@ -55,8 +55,7 @@ def adapters(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ad
 def cell(adapters: Adapters, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
     """Two gateways and a worker whose steps have two adapters at most; "a" is there from the start."""
     flags = ("--enable-lora", "--max-loras=2", "--max-lora-rank=8", f"--lora-modules=a={adapters.root / 'a'}",
-             "--gateways=2", "--enable-lora-updates", "--admin-key=secret", f"--lora-dir={adapters.root}",
-             )  # fmt: skip
+             "--gateways=2", "--enable-lora-updates", "--admin-key=secret", f"--lora-dir={adapters.root}")  # fmt: skip
     running = Cell(model_folder, tmp_path_factory.mktemp("adapted"), *SMALL, *flags)
     yield running
     running.close()

@@ -127,5 +127,6 @@ def test_half_precision_of_a_quantized_checkpoint_is_widened(
     folder = write_quantized(awq(32), tmp_path, dtype="float16")
     runner = make_runner(folder, dtype="auto", cpu_kernels="on", cache_dir=str(cpu_kernels))
     assert (runner.dtype, type(runner._model)) == ("bfloat16", CpuDecoder)
+    assert runner.quantization == "awq", "what `quire advise` is told"
     assert "dtype.chosen" in caplog.text
     assert make_runner(folder, dtype="float16", cache_dir=str(cpu_kernels)).dtype == "float32", "as any float16"
