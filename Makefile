@@ -48,7 +48,7 @@ else
 endif
 
 test-policy: setup-dev ## properties of the scheduling policy on TRACES made-up cells each (default 1000), and its mutants
-	@TRACES=$(TRACES) $(BIN)/python -m pytest tests/simulation
+	@TRACES=$(TRACES) $(BIN)/python -m pytest --timeout=0 tests/simulation
 
 test-full: setup-dev ## all tests
 	@$(BIN)/python -m pytest $(TESTS)

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from aiohttp import web
 
 from gateway import limits
+from gateway.adapters import AdapterDesk
 from gateway.auth import KeyRing
 from gateway.background import Background
 from gateway.body_budget import BodyBudget
 from gateway.cell import CellView
-from gateway.detokenize import TokenText
+from gateway.directory import ModelDirectory
 from gateway.door import Door
 from gateway.drain import Drain
+from gateway.embedding import EmbeddingDesk
 from gateway.health import POLL_S, HealthSettings, HealthView
 from gateway.intake import IntakeDesk
+from gateway.library import ModelLibrary
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import add_headers, guard
-from gateway.model_folder import ModelFolder, load_model_folder
+from gateway.model_folder import ModelFolder, read_model
 from gateway.prefixes import PrefixNamer
 from gateway.relay import Relay
-from gateway.routes import generate, models, operations
+from gateway.routes import adapters, generate, models, operations
+from gateway.served_model import ModelText
 from gateway.server import HttpServer
 from gateway.state import GATEWAY, Gateway
 from gateway.text_pool import TextPool
@@ -33,6 +36,7 @@ from shared.config import GatewayConfig
 from shared.errors import BusError, ConfigError
 from shared.ids import GatewayId, new_incarnation
 from shared.logs import get_log
+from shared.model_card import read_card
 
 BEAT_S = 1.0
 PREFIX_PAUSE_S = 60.0
@@ -67,8 +71,15 @@ class GatewayApp:
         self._spawn("cell", gateway.cell.read, CELL_PAUSE_S)
         self._spawn("beat", self._beat, BEAT_S)
         self._spawn("prefixes", gateway.prefixes.ask, PREFIX_PAUSE_S)
-        await gateway.health.poll()
-        self._spawn("health", gateway.health.poll, POLL_S)
+        await self._look()
+        try:
+            await gateway.directory.load_cards()
+            await gateway.adapters.read()
+        except BusError as error:
+            _log.warning("cards.awaited", error=error)
+        self._spawn("health", self._look, POLL_S)
+        self._spawn("cards", gateway.directory.load_cards, POLL_S)
+        self._spawn("adapters", gateway.adapters.read, POLL_S)
         try:
             async with asyncio.timeout(SUBSCRIBE_PATIENCE_S):
                 await gateway.relay.is_subscribed.wait()
@@ -101,6 +112,12 @@ class GatewayApp:
         except (BusError, TimeoutError) as error:
             _log.warning("bye.failed", error=error)
         self._pool.close()
+        self.gateway.directory.close()
+
+    async def _look(self) -> None:
+        """Which workers live now, and what they serve."""
+        await self.gateway.health.poll()
+        self.gateway.directory.look()
 
     async def _beat(self) -> None:
         await self._bus.gateway_beat(self.gateway.gateway_id)
@@ -124,44 +141,49 @@ async def _forever(name: str, step: Callable[[], Awaitable[None]], pause_s: floa
 
 
 def _make_gateway(config: GatewayConfig, bus: Bus, pool: TextPool) -> Gateway:
-    if not config.model.model:
-        raise ConfigError("--model: name a model folder")
     if not all(config.http.api_key):
         raise ConfigError("--api-key: an empty key would let everybody in")
-    folder = load_model_folder(Path(config.model.model))
-    names = config.model.served_model_name or (folder.name,)
+    own = _load_own(config)
+    names = config.model.served_model_name or (() if own is None else (own.folder.name,))
     cell = CellView(bus, clock := MonotonicClock(), config.process.worker_lease_s)
     gateway_id = GatewayId(new_incarnation("gateway"))
     process = config.process
-    settings = HealthSettings(
-        models=frozenset({*names, folder.name}),
-        worker_lease_s=process.worker_lease_s,
-        leader_lease_s=process.leader_lease_s,
-    )
+    settings = HealthSettings(worker_lease_s=process.worker_lease_s, leader_lease_s=process.leader_lease_s)
+    health = HealthView(bus, clock, settings)
+    library = ModelLibrary(bus, clock, max_model_len=None if own else config.model.max_model_len, own=own)
+    directory = ModelDirectory(health, library, clock, own=own, names=names)
     keys, price = KeyRing(config.http.api_key), config.http.price_per_hour
-    desk = IntakeDesk(
-        folder=folder, model_names=names, max_model_len=_max_model_len(config, folder), pool=pool, has_price=price > 0
-    )
     return Gateway(
         gateway_id=gateway_id,
+        adapters=AdapterDesk(bus, directory, config.http, config.model),
         http=config.http,
         bus=bus,
-        folder=folder,
-        model_names=names,
         started_at=unix_now(),
         keys=keys,
         bodies=BodyBudget(limits.MAX_LARGE_BODIES * config.http.max_body_bytes),
-        desk=desk,
-        token_text=TokenText(folder),
+        directory=directory,
+        desk=IntakeDesk(directory=directory, pool=pool, has_price=price > 0),
+        embeddings=EmbeddingDesk(directory, pool),
         relay=Relay(bus, gateway_id),
-        health=HealthView(bus, clock, settings),
+        health=health,
         cell=cell,
         door=Door(config.door, cell.ended_tokens),
-        metrics=GatewayMetrics(names[0], keys.tenants, price),
+        metrics=GatewayMetrics(",".join(names[:1] if own else names) or "all", keys.tenants, price),
         prefixes=PrefixNamer(bus),
         drain=Drain(),
         background=Background(),
     )
+
+
+def _load_own(config: GatewayConfig) -> ModelText | None:
+    """The model whose folder was named, if one was."""
+    if not config.model.model:
+        return None
+    card = read_card(config.model.files())
+    folder = read_model(card)
+    if folder.defaults:
+        _log.info("defaults.taken", **folder.defaults)
+    return ModelText(folder, _max_model_len(config, folder), card.card_id)
 
 
 def _max_model_len(config: GatewayConfig, folder: ModelFolder) -> int:
@@ -179,6 +201,7 @@ def _make_application(gateway: Gateway) -> web.Application:
         [
             web.post("/v1/completions", generate.post_completion),
             web.post("/v1/chat/completions", generate.post_chat),
+            web.post("/v1/embeddings", generate.post_embedding),
             web.get("/v1/streams/{request_id}", generate.get_stream),
             web.get("/v1/models", models.get_models),
             web.get("/v1/models/{model}", models.get_model),
@@ -190,4 +213,11 @@ def _make_application(gateway: Gateway) -> web.Application:
             web.get("/metrics", operations.get_metrics),
         ]
     )
+    if gateway.adapters.keys is not None:
+        app.add_routes(
+            [
+                web.post("/v1/load_lora_adapter", adapters.post_load),
+                web.post("/v1/unload_lora_adapter", adapters.post_unload),
+            ]
+        )
     return app

@@ -15,6 +15,8 @@ from shared.limits import ANYONE, TENANT_NAME_CHARS
 
 OPEN_ROUTES = frozenset({"/health", "/ready", "/version"})
 """Routed paths that need no key, for probes; everything else does, `/metrics` and unknown paths too."""
+ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""Those that need the admin key instead."""
 
 
 class KeyRing:

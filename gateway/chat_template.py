@@ -4,33 +4,22 @@ A user may write the spelling of a control token (`<|im_end|>`). Before renderin
 nowhere else is put inside each such spelling, so that after rendering those that the template wrote can be told from
 those that a user wrote, whatever the template did to the text around them. `prompt.py` takes the marker out again.
 
-Templates come with the model, never with a request. They run in Jinja's immutable sandbox.
+Templates come with the model, never with a request. They run in Jinja's immutable sandbox, in a process of their own
+with a bound on time and memory (`template_process.py`).
 """
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
-import orjson
-from jinja2 import Template, TemplateError, Undefined
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 
+from gateway.template_child import make_environment
+from gateway.template_process import TemplateProcess
 from shared.errors import ConfigError, InvalidRequest, shorten
 
-_TEMPLATE_FAILURES = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RuntimeError,
-    MemoryError,
-)
 _PRIVATE_USE = range(0xE000, 0xF900)
 _MAX_REASON_CHARS = 500
 """Of a template's own words, which may hold a message's."""
@@ -45,7 +34,7 @@ class RenderedChat:
 
 
 class ChatTemplate:
-    """One compiled template.
+    """One template.
 
     Args:
         source: Jinja.
@@ -53,12 +42,12 @@ class ChatTemplate:
         control_texts: how the model's control tokens are spelled.
 
     Raises:
-        ConfigError: the template does not compile.
+        ConfigError: the template has a wrong syntax.
     """
 
     def __init__(self, source: str, template_tokens: dict[str, str], control_texts: Iterable[str]) -> None:
-        self._variables = template_tokens
-        self._template = _compile(source)
+        _check_syntax(source)
+        self._process = TemplateProcess(source, template_tokens)
         spellings = sorted(filter(None, control_texts), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, spellings))) if spellings else None
 
@@ -70,16 +59,16 @@ class ChatTemplate:
         """
         marker = self._marker_for(messages)
         marked = [self._mark(message, marker) for message in messages] if marker else list(messages)
-        try:
-            text = self._template.render(
-                messages=marked, add_generation_prompt=True, tools=None, documents=None, **self._variables
-            )
-        except _Refused as refusal:
-            raise _refuse(str(refusal)) from None
-        except _TEMPLATE_FAILURES as error:
-            reason = str(error) or type(error).__name__
-            raise _refuse(f"the model's chat template cannot render these messages: {reason}") from None
-        return RenderedChat(text, marker)
+        answer = self._process.render(marked)
+        if "refused" in answer:
+            raise _refuse(answer["refused"])
+        if "failed" in answer:
+            raise _refuse(f"the model's chat template cannot render these messages: {answer['failed']}")
+        return RenderedChat(answer["text"], marker)
+
+    def close(self) -> None:
+        """End the template's process."""
+        self._process.close()
 
     def _marker_for(self, messages: Sequence[dict[str, str]]) -> str:
         """A character that occurs in no message; "" when no message spells a control token."""
@@ -100,32 +89,9 @@ def _refuse(reason: str) -> InvalidRequest:
     return InvalidRequest(text, param="messages", code="chat_template_error")
 
 
-class _Refused(Exception):
-    """`raise_exception` was called by the template."""
-
-
-def _compile(source: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, undefined=Undefined, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+def _check_syntax(source: str) -> None:
+    """Parsed only: compiling would compute what is constant in it."""
     try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise ConfigError(f"the model's chat template does not compile: {error}") from None
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise _Refused(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """JSON without HTML escapes, unlike Jinja's own filter."""
-    option = orjson.OPT_INDENT_2 if indent else 0
-    return orjson.dumps(value, option=option).decode()
+        make_environment().parse(source)
+    except (TemplateError, RecursionError) as error:
+        raise ConfigError(f"the model's chat template has a wrong syntax: {error}") from None

@@ -33,7 +33,7 @@ SLICE = 256
 
 
 class Delivery:
-    """See the module. `body` is the one in the record.
+    """See the module. `body` is the one in the record, `token_text` that of its model.
 
     Args:
         timeout_s: how long the bus is asked again to take a stop or a departure.
@@ -57,6 +57,7 @@ class Delivery:
         self._background = background
         self._timeout_s = timeout_s
         self.body = body
+        self.token_text = token_text
         self.request_id = listener.request_id
         self._worked: WorkTime | None = None
         self.connection_id = listener.connection_id

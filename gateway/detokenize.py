@@ -48,6 +48,8 @@ class TokenText:
             id_: token.content for id_, token in folder.tokenizer.get_added_tokens_decoder().items() if token.special
         }
         self._table = _make_table(folder)
+        self.end_ids = frozenset(folder.eos_ids)
+        """Tokens that end an answer of this model."""
         self._texts = dict.fromkeys(self._special, "")
         self._strips_space = self._table is not None and _strips_leading_space(folder.decoder_spec)
 

@@ -39,7 +39,9 @@ _STATUS_OF_CODE = {
 }
 REFUSAL_REASONS = (*RefusalReason, "no_worker", "draining", "store", "busy")
 """`store`: Redis takes no writes now. `busy`: this gateway has too many large bodies or prompts at once."""
-_INVALID_KINDS = frozenset({"never_fits", "context_length_exceeded", "invalid_value", "invalid_request"})
+_INVALID_KINDS = frozenset(
+    {"invalid_adapter", "never_fits", "context_length_exceeded", "invalid_value", "invalid_request"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

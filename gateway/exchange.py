@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from gateway.delivery import Delivery
+from gateway.embedding import embedding_answer
 from gateway.fold import Batch, Event, EventId
 from gateway.live import go_live
 from gateway.sse import KEEP_ALIVE, Renderer, error_frame
@@ -94,7 +95,10 @@ class Exchange:
             events += [event for _, event in batch]
             self._watch.note(batch)
         failpoint("gateway.before_write", self._delivery.request_id)
-        body = self._renderer().answer(events, self._delivery.usage, self._delivery.fold.shown_choices())
+        if self._delivery.body.kind == "embedding":
+            body = embedding_answer(self._delivery.request_id, self._delivery.body, events, self._delivery.usage)
+        else:
+            body = self._renderer().answer(events, self._delivery.usage, self._delivery.fold.shown_choices())
         self._end_complete()
         return web.Response(body=body, content_type="application/json", headers=self._headers())
 
@@ -177,7 +181,7 @@ class Exchange:
 
     def _renderer(self) -> Renderer:
         price = self._gateway.http.price_per_hour
-        return Renderer(self._delivery.request_id, self._delivery.body, self._gateway.token_text, price)
+        return Renderer(self._delivery.request_id, self._delivery.body, self._delivery.token_text, price)
 
     def _headers(self) -> dict[str, str]:
         headers = {"X-Request-Id": str(self._delivery.request_id)} | self._extra_headers

@@ -8,7 +8,10 @@ what makes a stream resumable anywhere. Rules:
   string may claim; the finish event carries no text;
 * a stop string ends its choice at the entry that completes it (`take_stops`); later entries of that choice are void;
 * tokens of a prompt that were found in the prefix cache are those of its first choice;
+* an embedding is a choice's only entry, its end;
 * the end token (one of `stop_token_ids`) has no text and no logprobs, but counts as a completion token;
+* with `return_token_ids` each choice's first entry gives its opening event in completions, too; every token gives an
+  event, whatever text it has, with its id and its logprobs, the end token also; the finish event says what ended it;
 * with `best_of` all choices are folded; which of them the client gets follows from their logprobs in the log;
 * the entry that ends the last choice also gives the usage event (if wanted) and the done event.
 """
@@ -51,17 +54,30 @@ class RoleEvent:
 
 @dataclass(frozen=True, slots=True)
 class TextEvent:
-    """More text of a choice; `tokens` only when logprobs were asked for."""
+    """More text of a choice; `tokens` only when logprobs were asked for, `token_ids` only when these were."""
 
     choice: int
     text: str
     tokens: tuple[ShownToken, ...] = ()
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingEvent:
+    """A prompt's embedding: little-endian float32."""
+
+    choice: int
+    vector: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEnd:
+    """`stop_reason`: the stop string that ended it, or the token of the request's `stop_token_ids`; None: another
+    reason, or token ids were not asked for."""
+
     choice: int
     reason: str
+    stop_reason: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +96,7 @@ class Done:
     """Nothing follows."""
 
 
-Event = RoleEvent | TextEvent | ChoiceEnd | Usage | Done
+Event = RoleEvent | TextEvent | EmbeddingEvent | ChoiceEnd | Usage | Done
 Batch = list[tuple[EventId, Event]]
 
 
@@ -93,7 +109,7 @@ class ResponseFold:
         self._num_open = len(self._choices)
         self._stops: list[tuple[int, int]] = []
         self.num_entries = 0
-        self._is_plain = not body.stop and body.sampling.num_logprobs is None
+        self._is_plain = not body.stop and body.sampling.num_logprobs is None and not body.returns_token_ids
 
     @property
     def is_complete(self) -> bool:
@@ -164,9 +180,11 @@ class _ChoiceFold:
         self._index = index
         self._sampling = body.sampling
         self._end_ids = frozenset(body.sampling.stop_token_ids)
+        self._model_end_ids = token_text.end_ids
+        self._returns_ids = body.returns_token_ids
         self._detokenizer = token_text.new_detokenizer()
         self._matcher = StopMatcher(body.stop)
-        self._role_due = body.kind == "chat"
+        self._role_due = body.kind == "chat" or body.returns_token_ids
         self._pending: deque[ShownToken] = deque()
         self._num_decoded = 0
         self._num_shown = 0
@@ -174,25 +192,30 @@ class _ChoiceFold:
         self.num_cached = 0
         self._logprob_sum = 0.0
         self.stop_index: int | None = None
+        self._end_token: int | None = None
         self.is_done = False
 
     def feed(self, entry: LogEntry) -> list[Event]:
         events: list[Event] = [RoleEvent(self._index)] if self._role_due else []
         self._role_due = False
         if isinstance(entry, FinishEntry):
+            if entry.embedding:
+                events.append(EmbeddingEvent(self._index, entry.embedding))
             return events + self._end(entry.reason)
         self.num_tokens += 1
         self.num_cached += entry.num_cached
         self._logprob_sum += 0.0 if entry.logprobs is None else entry.logprobs.chosen
         if entry.token_id in self._end_ids:
-            return events
+            self._end_token = entry.token_id
+            return events + self._show_unseen(entry)
         self._note_logprobs(entry)
         shown, is_stopped = self._pass(self._detokenizer.feed(entry.token_id))
-        if not is_stopped:
-            return events + self._show(shown, self._take_pending())
-        self.stop_index = self.num_tokens - 1
-        self.is_done = True
-        return [*events, *self._show(shown, self._take_pending()), ChoiceEnd(self._index, "stop")]
+        events += self._show(shown, self._take_pending(), entry.token_id)
+        if is_stopped:
+            self.stop_index = self.num_tokens - 1
+            self.is_done = True
+            events.append(self._stopped())
+        return events
 
     @property
     def mean_logprob(self) -> float:
@@ -210,10 +233,14 @@ class _ChoiceFold:
         self.is_done = True
         shown, is_stopped = self._pass(self._detokenizer.finish())
         if is_stopped:
-            return [*self._show(shown, self._take_pending()), ChoiceEnd(self._index, "stop")]
+            return [*self._show(shown, self._take_pending()), self._stopped()]
         shown += self._matcher.finish()
         tokens = tuple(self._pending)
-        return [*self._show(shown, tokens), ChoiceEnd(self._index, reason)]
+        is_asked = self._returns_ids and reason == "stop" and self._end_token not in self._model_end_ids
+        return [*self._show(shown, tokens), ChoiceEnd(self._index, reason, self._end_token if is_asked else None)]
+
+    def _stopped(self) -> ChoiceEnd:
+        return ChoiceEnd(self._index, "stop", self._matcher.found if self._returns_ids else None)
 
     def _pass(self, text: str) -> tuple[str, bool]:
         """Through the stop matcher; a match within the first `min_tokens` tokens does not count."""
@@ -228,11 +255,21 @@ class _ChoiceFold:
             self._pending.append(ShownToken(entry.token_id, entry.logprobs.chosen, top, self._num_decoded))
 
     def _take_pending(self) -> tuple[ShownToken, ...]:
-        """Logprobs of tokens whose text has begun to show: they never run ahead of the text."""
+        """Logprobs of tokens whose text has begun to show: they never run ahead of the text, but for those that come
+        with their ids."""
         taken = []
-        while self._pending and self._pending[0].text_offset < self._num_shown:
+        while self._pending and (self._returns_ids or self._pending[0].text_offset < self._num_shown):
             taken.append(self._pending.popleft())
         return tuple(taken)
 
-    def _show(self, text: str, tokens: tuple[ShownToken, ...]) -> list[Event]:
-        return [TextEvent(self._index, text, tokens)] if text or tokens else []
+    def _show(self, text: str, tokens: tuple[ShownToken, ...], token_id: int | None = None) -> list[Event]:
+        """The event of `text`; of `token_id`, too, where ids are wanted."""
+        token_ids = (token_id,) if self._returns_ids and token_id is not None else ()
+        return [TextEvent(self._index, text, tokens, token_ids)] if text or tokens or token_ids else []
+
+    def _show_unseen(self, entry: TokenEntry) -> list[Event]:
+        """The event of an end token, which is none where ids are not wanted."""
+        if not self._returns_ids:
+            return []
+        self._note_logprobs(entry)
+        return self._show("", self._take_pending(), entry.token_id)

@@ -1,4 +1,4 @@
-"""The gateway's view of the cell: is the bus there, does a leader lead, which workers of our model live and work.
+"""The gateway's view of the cell: is the bus there, does a leader lead, which workers live and work.
 
 Everyone raises counters in the bus; the view polls them and times "has not moved" with its own monotonic clock. Timers
 start again when the bus comes back, since nobody could raise a counter in between; and while this process itself
@@ -10,7 +10,7 @@ is accepted: a living worker is enough, a slow step is no reason to refuse.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from shared.bus import Bus, LeaderPulse, WorkerPulse
@@ -29,21 +29,20 @@ _log = get_log("gateway.health")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthSettings:
-    """`models`: names under which a worker may serve our model; leases in seconds."""
+    """Leases in seconds."""
 
-    models: frozenset[str]
     worker_lease_s: float
     leader_lease_s: float
 
 
 class HealthView:
-    """Call `poll` every `POLL_S`; everything else answers from what it saw."""
+    """Call `poll` every `POLL_S`; everything else answers from what it saw. `is_bus_up`: the last poll was answered."""
 
     def __init__(self, bus: Bus, clock: Clock, settings: HealthSettings) -> None:
         self._bus = bus
         self._clock = clock
         self._settings = settings
-        self._is_bus_up = False
+        self.is_bus_up = False
         self._is_bus_lost = False
         self._leader = LeaderPulse()
         self._workers: list[WorkerPulse] = []
@@ -56,41 +55,39 @@ class HealthView:
         try:
             leader, workers = await asyncio.gather(self._bus.read_leader(), self._bus.read_workers())
         except BusError as error:
-            if self._is_bus_up:
+            if self.is_bus_up:
                 _log.warning("bus.lost", error=error)
                 self._is_bus_lost = True
-            self._is_bus_up = False
+            self.is_bus_up = False
             return
-        if not self._is_bus_up:
+        if not self.is_bus_up:
             if self._is_bus_lost:
                 _log.info("bus.found")
             self._is_bus_lost = False
             self._beats, self._steps = _Stillness(self._clock), _Stillness(self._clock)
-            self._is_bus_up = True
+            self.is_bus_up = True
         self._leader = leader
-        self._workers = [pulse for pulse in workers if pulse.hello.model in self._settings.models]
+        self._workers = workers
         self._note_counters()
 
     def live_workers(self) -> list[WorkerHello]:
-        """Workers of our model whose lease counter moves."""
-        lease = self._settings.worker_lease_s
-        return [p.hello for p in self._workers if self._beats.still_s(p.hello.worker_id) < lease]
+        """Workers whose lease counter moves."""
+        return [pulse.hello for pulse in self._live_pulses()]
 
-    def serving(self) -> WorkerHello | None:
-        """The live worker that can hold the longest request; None when nothing serves now."""
-        live = self.live_workers() if self._is_bus_up else []
-        return max(live, key=lambda h: min(h.max_model_len, h.num_blocks * h.block_size), default=None)
+    def serving(self) -> list[WorkerPulse]:
+        """Workers that can be given work now: those that live, none while the bus is away."""
+        return self._live_pulses() if self.is_bus_up else []
 
-    def why_not_ready(self) -> list[str]:
-        """Reasons why no tokens can be produced; empty: ready."""
+    def why_not_ready(self, is_wanted: Callable[[WorkerHello], bool] = lambda _: True) -> list[str]:
+        """Reasons why workers that are wanted can produce no tokens; empty: ready."""
         if self.is_draining:
             return ["draining"]
-        if not self._is_bus_up:
+        if not self.is_bus_up:
             return ["bus unreachable"]
         reasons = []
         if not self._has_leader():
             reasons.append("no scheduler leads")
-        live = self.live_workers()
+        live = [worker for worker in self.live_workers() if is_wanted(worker)]
         if not live:
             reasons.append("no live worker")
         elif all(self._is_stuck(worker.worker_id) for worker in live):
@@ -107,6 +104,10 @@ class HealthView:
         known: set[Hashable] = {"leader", *(pulse.hello.worker_id for pulse in self._workers)}
         self._beats.keep(known)
         self._steps.keep(known)
+
+    def _live_pulses(self) -> list[WorkerPulse]:
+        lease = self._settings.worker_lease_s
+        return [pulse for pulse in self._workers if self._beats.still_s(pulse.hello.worker_id) < lease]
 
     def _has_leader(self) -> bool:
         return bool(self._leader.token) and self._beats.still_s("leader") < self._settings.leader_lease_s

@@ -2,7 +2,8 @@
 
 Refusals in order: what is wrong in itself (400), nothing serves now (503), what can never fit (400). Documented
 choices: `max_tokens` that does not fit beside the prompt is refused, never shortened; absent, it is 16 for completions
-and what fits for chat; a missing seed is drawn here, so that the record holds all that the tokens depend on.
+and what fits for chat, unless the model's generation_config.json says a smaller number. A missing seed is drawn here,
+so that the record holds all that the tokens depend on.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from typing import Any, TypeVar
 import orjson
 
 from gateway import limits
-from gateway.health import HealthView
-from gateway.model_folder import ModelFolder
+from gateway.directory import ModelDirectory
+from gateway.generation_defaults import with_defaults
 from gateway.openai import ChatBody, CompletionBody, parse_body, parse_json
-from gateway.prompt import PromptEncoder, context_error, read_messages, read_prompts
+from gateway.prompt import context_error, read_messages, read_prompts
+from gateway.served_model import ModelText, ServedModel
 from gateway.text_pool import TextPool
 from shared.capacity import fits, most_tokens, never_fits_message
 from shared.clock import unix_now
-from shared.errors import InvalidRequest, NotFound, Overloaded, shorten
+from shared.errors import InvalidRequest, Overloaded, shorten
 from shared.ids import RequestId, new_request_id, new_seed
 from shared.messages import RequestBody, SamplingParams, SubmitRequest, WorkerHello
 
@@ -34,7 +36,8 @@ R = TypeVar("R")
 GenerateRequest = CompletionBody | ChatBody
 
 SHORT_BODY_BYTES = 4096
-"""A body up to this size is read on the event loop: 0.1 to 0.5 ms, where a thread and back costs 0.2 ms of CPU."""
+"""A completion's body up to this size is read on the event loop: 0.1 to 0.5 ms, where a thread and back costs 0.2 ms of
+CPU. Chats wait for their template's process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,7 @@ class Intake:
     and `user` are for the scheduler only."""
 
     request_id: RequestId
+    served: ServedModel
     body: RequestBody
     body_hash: str
     ignored: list[str]
@@ -68,6 +72,7 @@ class Intake:
 @dataclass(frozen=True, slots=True)
 class _Read:
     request: GenerateRequest
+    served: ServedModel
     ignored: list[str]
     prompts: tuple[tuple[int, ...], ...]
     logit_bias: tuple[tuple[int, float], ...]
@@ -79,87 +84,52 @@ class IntakeDesk:
     """Makes an `Intake` of each POST.
 
     Args:
-        folder: the model's text side.
-        model_names: what clients may call it; the first one is used when a request names none.
-        max_model_len: of the gateway's own configuration; a worker may have less.
+        directory: the models that may be asked for.
         has_price: what a request costs can be told.
     """
 
-    def __init__(
-        self,
-        *,
-        folder: ModelFolder,
-        model_names: tuple[str, ...],
-        max_model_len: int,
-        pool: TextPool,
-        has_price: bool = False,
-    ) -> None:
-        self._folder = folder
-        self._model_names = model_names
-        self.max_model_len = max_model_len
+    def __init__(self, *, directory: ModelDirectory, pool: TextPool, has_price: bool = False) -> None:
+        self._directory = directory
         self._pool = pool
         self._has_price = has_price
-        self.encoder = PromptEncoder(folder, max_model_len)
 
-    async def take(self, kind: str, data: bytes, health: HealthView) -> tuple[Intake, WorkerHello]:
+    async def take(self, kind: str, data: bytes) -> tuple[Intake, WorkerHello]:
         """The request in `data`, and the worker it was checked against.
 
         Raises:
             InvalidRequest, NotFound: the request is wrong.
             Overloaded: no worker lives.
         """
-        is_short = len(data) <= SHORT_BODY_BYTES
-        read = self._read(kind, data) if is_short else await self.in_pool(lambda: self._read(kind, data))
+        is_short = len(data) <= SHORT_BODY_BYTES and kind != "chat"
+        read = self._read(kind, data) if is_short else await in_pool(self._pool, lambda: self._read(kind, data))
         longest = max(map(len, read.prompts))
-        self._check_context(read.request, longest, self.max_model_len)
-        worker = health.serving()
-        if worker is None:
-            raise Overloaded("no worker serves this model now; try again", retry_after_s=2, code="no_worker")
-        max_tokens = self._resolve_max_tokens(read.request, longest, worker)
+        self._check_context(read.request, longest, read.served.text.max_model_len)
+        worker = self._directory.require_worker(read.served)
+        max_tokens = self._resolve_max_tokens(read, longest, worker)
         return self._build(kind, read, max_tokens), worker
-
-    def check_model(self, name: str | None) -> str:
-        """The name to answer with. Raises `NotFound` for a model that is not served."""
-        if name is None:
-            return self._model_names[0]
-        if name not in self._model_names:
-            served = shorten(", ".join(self._model_names))
-            raise NotFound(f"model: {shorten(name)!r} is not served here; served: {served}", param="model",
-                           code="model_not_found")  # fmt: skip
-        return name
 
     async def in_pool(self, job: Callable[[], R]) -> R:
         """Run `job` in the text pool, for a bounded time."""
-        try:
-            async with asyncio.timeout(limits.TEMPLATE_TIMEOUT_S):
-                return await self._pool.run(job)
-        except TimeoutError:
-            raise Overloaded("reading the prompt took too long; try again") from None
+        return await in_pool(self._pool, job)
 
     def _read(self, kind: str, data: bytes) -> _Read:
         """The part that takes its time; in a thread of the pool unless the body is short."""
         raw = parse_json(data)
         body_class: type[ChatBody] | type[CompletionBody] = ChatBody if kind == "chat" else CompletionBody
         request, ignored = parse_body(raw, body_class)
-        self.check_model(request.model)
+        served = self._directory.find(request.model)
+        request = with_defaults(request, served.text.folder.defaults)
         self._check_cost(request)
-        bias, stop_ids = self._resolve_bias(request.logit_bias or {}), self._resolve_stop_ids(request)
-        return _Read(request, ignored, self._read_prompts(request), bias, stop_ids, _hash(kind, raw))
+        bias = _resolve_bias(request.logit_bias or {}, served.text)
+        stop_ids = _resolve_stop_ids(request, served.text)
+        return _Read(
+            request, served, ignored, _read_prompts(request, served.text), bias, stop_ids, hash_body(kind, raw)
+        )
 
     def _check_cost(self, request: GenerateRequest) -> None:
         if request.include_cost and not self._has_price:
             text = "include_cost: this server does not know what a worker costs; start it with --price-per-hour"
             raise InvalidRequest(text, param="include_cost")
-
-    def _read_prompts(self, request: GenerateRequest) -> tuple[tuple[int, ...], ...]:
-        if isinstance(request, ChatBody):
-            return (self.encoder.encode_chat(read_messages(request.messages)),)
-        prompts = read_prompts(request.prompt)
-        if len(prompts) * request.num_samples > limits.MAX_CHOICES:
-            field = "n" if request.best_of is None else "best_of"
-            choices = f"{len(prompts)} prompts times {field} {request.num_samples}"
-            raise InvalidRequest(f"{field}: {choices} is more than {limits.MAX_CHOICES} choices", param=field)
-        return tuple(self.encoder.encode(prompt) for prompt in prompts)
 
     def _check_context(self, request: GenerateRequest, longest: int, max_model_len: int) -> None:
         """The longest prompt and the least output that was asked for must fit; one token if nothing was."""
@@ -168,16 +138,19 @@ class IntakeDesk:
             shown = wanted if longest < max_model_len else None
             raise context_error(str(longest), shown, max_model_len, _prompt_field(request))
 
-    def _resolve_max_tokens(self, request: GenerateRequest, longest: int, worker: WorkerHello) -> int:
+    def _resolve_max_tokens(self, read: _Read, longest: int, worker: WorkerHello) -> int:
         """`max_tokens`, checked against what the largest living worker can hold."""
-        max_model_len = min(self.max_model_len, worker.max_model_len)
+        request = read.request
+        max_model_len = min(read.served.text.max_model_len, worker.max_model_len)
         self._check_context(request, longest, max_model_len)
         room = max_model_len - longest
         limit = request.token_limit
         sizes = {"block_size": worker.block_size, "num_blocks": worker.num_blocks, "num_resident": worker.num_resident}
         if limit is None:
             in_pool = most_tokens(**sizes, limit=max_model_len) - longest
-            limit = min(room, COMPLETION_MAX_TOKENS) if isinstance(request, CompletionBody) else min(room, in_pool)
+            most = read.served.text.folder.defaults.get("max_tokens", room)
+            wanted = COMPLETION_MAX_TOKENS if isinstance(request, CompletionBody) else in_pool
+            limit = min(room, wanted, most)
             limit = max(limit, request.min_tokens or 0, 1)
         if not fits(longest + limit, **sizes):
             message = never_fits_message(longest + limit, **sizes)
@@ -186,10 +159,10 @@ class IntakeDesk:
 
     def _build(self, kind: str, read: _Read, max_tokens: int) -> Intake:
         request = read.request
-        options = request.stream_options
+        options, adapter = request.stream_options, read.served.adapter
         body = RequestBody(
             kind=kind,
-            model=self.check_model(request.model),
+            model=read.served.name,
             created=unix_now(),
             prompts=read.prompts,
             n=request.num_samples,
@@ -201,9 +174,15 @@ class IntakeDesk:
             cache_salt=request.cache_salt or "",
             num_returned=(request.n or 1) if request.is_choosy else None,
             hides_logprobs=request.is_choosy and request.num_logprobs is None,
+            card=read.served.text.card_id,
+            returns_token_ids=bool(request.return_token_ids),
+            names_tokens_by_id=bool(request.return_tokens_as_token_ids),
+            adapter="" if adapter is None else adapter.content,
+            adapter_path="" if adapter is None else adapter.path,
         )
         return Intake(
             request_id=new_request_id(kind),
+            served=read.served,
             body=body,
             body_hash=read.body_hash,
             ignored=read.ignored,
@@ -220,7 +199,7 @@ class IntakeDesk:
             min_tokens=request.min_tokens or 0,
             temperature=_or(request.temperature, 1.0),
             top_p=_or(request.top_p, 1.0),
-            top_k=min(max(request.top_k or 0, 0), self._folder.vocab_size),
+            top_k=min(max(request.top_k or 0, 0), read.served.text.folder.vocab_size),
             min_p=_or(request.min_p, 0.0),
             presence_penalty=_or(request.presence_penalty, 0.0),
             frequency_penalty=_or(request.frequency_penalty, 0.0),
@@ -230,19 +209,33 @@ class IntakeDesk:
             num_logprobs=least_logprobs if request.num_logprobs is None else request.num_logprobs,
         )
 
-    def _resolve_bias(self, raw: dict[str, float]) -> tuple[tuple[int, float], ...]:
-        bias = {self._token_id("logit_bias", key): float(value) for key, value in raw.items()}
-        return tuple(sorted(bias.items()))
 
-    def _resolve_stop_ids(self, request: GenerateRequest) -> tuple[int, ...]:
-        asked = {self._token_id("stop_token_ids", str(id_)) for id_ in request.stop_token_ids or ()}
-        return tuple(sorted(asked if request.ignore_eos else asked | set(self._folder.eos_ids)))
+def _read_prompts(request: GenerateRequest, text: ModelText) -> tuple[tuple[int, ...], ...]:
+    if isinstance(request, ChatBody):
+        return (text.encoder.encode_chat(read_messages(request.messages)),)
+    prompts = read_prompts(request.prompt)
+    if len(prompts) * request.num_samples > limits.MAX_CHOICES:
+        field = "n" if request.best_of is None else "best_of"
+        choices = f"{len(prompts)} prompts times {field} {request.num_samples}"
+        raise InvalidRequest(f"{field}: {choices} is more than {limits.MAX_CHOICES} choices", param=field)
+    return tuple(text.encoder.encode(prompt) for prompt in prompts)
 
-    def _token_id(self, field: str, text: str) -> int:
-        top = self._folder.max_token_id
-        if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= top):
-            raise InvalidRequest(f"{field}: {shorten(text)!r} is not a token id (0 to {top})", param=field)
-        return int(text)
+
+def _resolve_bias(raw: dict[str, float], text: ModelText) -> tuple[tuple[int, float], ...]:
+    bias = {_token_id("logit_bias", key, text): float(value) for key, value in raw.items()}
+    return tuple(sorted(bias.items()))
+
+
+def _resolve_stop_ids(request: GenerateRequest, text: ModelText) -> tuple[int, ...]:
+    asked = {_token_id("stop_token_ids", str(id_), text) for id_ in request.stop_token_ids or ()}
+    return tuple(sorted(asked if request.ignore_eos else asked | set(text.folder.eos_ids)))
+
+
+def _token_id(field: str, value: str, text: ModelText) -> int:
+    top = text.folder.max_token_id
+    if not (value.isascii() and value.isdigit() and len(value) < 10 and int(value) <= top):
+        raise InvalidRequest(f"{field}: {shorten(value)!r} is not a token id (0 to {top})", param=field)
+    return int(value)
 
 
 def _prompt_field(request: GenerateRequest) -> str:
@@ -253,6 +246,15 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else float(value)
 
 
-def _hash(kind: str, raw: dict[str, Any]) -> str:
+async def in_pool(pool: TextPool, job: Callable[[], R]) -> R:
+    """Run `job` in `pool`, for a bounded time."""
+    try:
+        async with asyncio.timeout(limits.TEMPLATE_TIMEOUT_S):
+            return await pool.run(job)
+    except TimeoutError:
+        raise Overloaded("reading the prompt took too long; try again") from None
+
+
+def hash_body(kind: str, raw: dict[str, Any]) -> str:
     """Equal for equal JSON on the same route, whatever its spacing and order of keys."""
     return hashlib.sha256(kind.encode() + orjson.dumps(raw, option=orjson.OPT_SORT_KEYS)).hexdigest()

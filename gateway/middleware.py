@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from gateway.auth import OPEN_ROUTES
+from gateway.auth import ADMIN_ROUTES, OPEN_ROUTES
 from gateway.errors import refusal_reason, to_answer
 from gateway.state import GATEWAY, REQUEST_ID, TENANT
 from shared.errors import InvalidRequest, NotFound, QuireError, RequestFailed
@@ -23,7 +23,9 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
     try:
         resource = request.match_info.route.resource
-        if resource is None or resource.canonical not in OPEN_ROUTES:
+        if resource is not None and resource.canonical in ADMIN_ROUTES and gateway.adapters.keys is not None:
+            gateway.adapters.keys.tenant(request.headers.getall("Authorization", []))
+        elif resource is None or resource.canonical not in OPEN_ROUTES:
             request[TENANT] = gateway.keys.tenant(request.headers.getall("Authorization", []))
         return await handler(request)
     except QuireError as error:

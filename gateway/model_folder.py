@@ -1,7 +1,7 @@
-"""What the gateway takes from a model folder: tokenizer, end tokens, chat template, context length.
+"""What the gateway takes from a model's files: tokenizer, end tokens, defaults, chat template, context length.
 
-Files: `tokenizer.json` and `config.json` must be there; `tokenizer_config.json`, `generation_config.json` and
-`chat_template.jinja` may be.
+`tokenizer.json` and `config.json` must be there; `tokenizer_config.json`, `generation_config.json` and
+`chat_template.jinja` may be. They lie in a folder, or in the card that a worker has published.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import msgspec
 import orjson
 from tokenizers import Tokenizer
 
+from gateway.generation_defaults import read_defaults
 from shared.context_length import longest_text
 from shared.errors import ConfigError
+from shared.model_card import ModelCard, read_card
+from shared.model_files import GENERATION_FILE, ModelFiles
 
 _TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
@@ -35,6 +38,7 @@ class ModelFolder:
         eos_ids: tokens that end an answer.
         chat_template: Jinja source, None if the model has none.
         template_tokens: `bos_token` and the like, for the template.
+        defaults: of sampling, by fields of a request, from generation_config.json.
         max_position: tokens that the model was made for. longest_text: those that it may be asked for.
     """
 
@@ -48,6 +52,7 @@ class ModelFolder:
     eos_ids: tuple[int, ...]
     chat_template: str | None
     template_tokens: dict[str, str]
+    defaults: dict[str, Any]
     max_position: int
     longest_text: int
 
@@ -58,37 +63,43 @@ def load_model_folder(path: Path) -> ModelFolder:
     Raises:
         ConfigError: it is not a model folder, or a file in it cannot be read.
     """
-    if not (path / "tokenizer.json").is_file() or not (path / "config.json").is_file():
-        raise ConfigError(f"--model {path}: not a model folder (it needs config.json and tokenizer.json)")
-    tokenizer = _load_tokenizer(path / "tokenizer.json")
-    config = _read_json(path / "config.json", required=True)
+    return read_model(read_card(ModelFiles(model=path)))
+
+
+def read_model(card: ModelCard) -> ModelFolder:
+    """The text side of the model of `card`. Raises `ConfigError`: a file in it cannot be read."""
+    tokenizer = _load_tokenizer(card)
+    config = _read_json(card, "config.json")
     text_config = config.get("text_config") or config
-    tokenizer_config = _read_json(path / "tokenizer_config.json")
+    tokenizer_config = _read_json(card, "tokenizer_config.json")
+    generation = _read_json(card, GENERATION_FILE)
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     max_token_id = max(vocab.values())
     max_position = int(text_config.get("max_position_embeddings") or text_config.get("n_positions") or 2048)
     template_tokens = _template_tokens(tokenizer_config)
     return ModelFolder(
-        name=path.resolve().name,
+        name=card.name,
         tokenizer=tokenizer,
         inert_tokenizer=_make_inert(tokenizer),
-        decoder_spec=_read_decoder(path / "tokenizer.json"),
+        decoder_spec=_read_decoder(card),
         vocab_size=int(text_config.get("vocab_size") or max_token_id + 1),
         max_token_id=max_token_id,
         max_token_bytes=max(len(token.encode()) for token in vocab),
-        eos_ids=_eos_ids(path, text_config, tokenizer, template_tokens),
-        chat_template=_chat_template(path, tokenizer_config),
+        eos_ids=_eos_ids(generation, text_config, tokenizer, template_tokens),
+        chat_template=_chat_template(card, tokenizer_config),
         template_tokens=template_tokens,
+        defaults=read_defaults(generation, card.place(GENERATION_FILE)) if card.has_defaults else {},
         max_position=max_position,
         longest_text=longest_text(text_config, max_position),
     )
 
 
-def _load_tokenizer(file: Path) -> Tokenizer:
+def _load_tokenizer(card: ModelCard) -> Tokenizer:
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_buffer(card.files["tokenizer.json"])
     except Exception as error:  # the only class that tokenizers raises
-        raise ConfigError(f"{file} is not a tokenizer of the tokenizers library: {error}") from None
+        text = f"{card.place('tokenizer.json')} is not a tokenizer of the tokenizers library: {error}"
+        raise ConfigError(text) from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -111,30 +122,27 @@ class _TokenizerFile(msgspec.Struct):
     decoder: dict[str, Any] | None = None
 
 
-def _read_decoder(file: Path) -> dict[str, Any] | None:
+def _read_decoder(card: ModelCard) -> dict[str, Any] | None:
     """The rest of the file, megabytes of it, is passed over."""
-    return msgspec.json.decode(file.read_bytes(), type=_TokenizerFile).decoder
+    return msgspec.json.decode(card.files["tokenizer.json"], type=_TokenizerFile).decoder
 
 
-def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    if not required and not path.is_file():
-        return {}
+def _read_json(card: ModelCard, name: str) -> dict[str, Any]:
+    """The object in file `name`; empty when there is no such file."""
     try:
-        value = orjson.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
+        value = orjson.loads(card.files.get(name, b"{}"))
     except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
+        raise ConfigError(f"{card.place(name)} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: must hold a JSON object")
+        raise ConfigError(f"{card.place(name)}: must hold a JSON object")
     return value
 
 
 def _eos_ids(
-    path: Path, config: dict[str, Any], tokenizer: Tokenizer, template_tokens: dict[str, str]
+    generation: dict[str, Any], config: dict[str, Any], tokenizer: Tokenizer, template_tokens: dict[str, str]
 ) -> tuple[int, ...]:
     """End tokens of generation_config.json (config.json if it names none), and the tokenizer's own."""
-    named = _read_json(path / "generation_config.json").get("eos_token_id")
+    named = generation.get("eos_token_id")
     if named is None:
         named = config.get("eos_token_id")
     ids = [named] if isinstance(named, int) else list(named or ())
@@ -142,10 +150,12 @@ def _eos_ids(
     return tuple(sorted({*ids, *([] if own is None else [own])}))
 
 
-def _chat_template(path: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+def _chat_template(card: ModelCard, tokenizer_config: dict[str, Any]) -> str | None:
+    if (source := card.files.get("chat_template.jinja")) is not None:
+        try:
+            return source.decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{card.place('chat_template.jinja')} is not UTF-8: {error}") from None
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
         template = {item["name"]: item["template"] for item in template}.get("default")

@@ -10,7 +10,10 @@ the errors of all its branches. Documented choices where the API leaves one:
 * `developer` messages are `system` messages;
 * `best_of` equal to `n` chooses nothing and is as if absent; more than `n` cannot be streamed, as in OpenAI's API;
 * `priority` as in vLLM: an integer, lower first, 0 when absent;
-* `include_cost` is ours: usage says what the request cost, in a stream as if `include_usage` were true.
+* `include_cost` is ours: usage says what the request cost, in a stream as if `include_usage` were true;
+* `return_token_ids` as in vLLM: `token_ids` of each choice or chunk, `prompt_token_ids`, and `stop_reason` with them.
+  Then logprobs hold each of those tokens, the end token and those of a stop string, too;
+* `return_tokens_as_token_ids` as in vLLM: logprobs name tokens as `token_id:N`.
 """
 
 from __future__ import annotations
@@ -83,6 +86,8 @@ class GenerateBody(_Body):
     cache_salt: Annotated[str, Field(min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS)] | None = None
     priority: Annotated[int, Field(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)] | None = None
     include_cost: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def num_samples(self) -> int:
@@ -143,6 +148,21 @@ class ChatBody(GenerateBody):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
+class EmbeddingBody(_Body):
+    """POST /v1/embeddings. The vector is that of the last token, of length 1, in the model's size; other ways of making
+    one are refused."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    input: Any = None
+    encoding_format: Literal["float", "base64"] | None = None
+    pooling: Literal["last"] | None = None
+    normalize: Literal[True] | None = None
+    dimensions: None = None
+    user: Annotated[str, Field(max_length=limits.MAX_USER_CHARS)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=limits.MAX_CACHE_SALT_CHARS)] | None = None
+    priority: Annotated[int, Field(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)] | None = None
+
+
 class TokenizeBody(_Body):
     """POST /tokenize: `prompt` text, or `messages` through the chat template."""
 
@@ -158,6 +178,20 @@ class DetokenizeBody(_Body):
 
     model: Annotated[str, Field(max_length=512)] | None = None
     tokens: Any = None
+    return_token_strs: bool | None = None
+
+
+class UnloadAdapterBody(_Body):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str | None = None
+
+
+class LoadAdapterBody(UnloadAdapterBody):
+    """POST /v1/load_lora_adapter. `base_model_name`: where several models are served, which one it changes."""
+
+    lora_path: Annotated[str, Field(max_length=4096)] | None = None
+    base_model_name: Annotated[str, Field(max_length=512)] | None = None
 
 
 def parse_json(data: bytes) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class PrefixNamer:
         if self._key is None:
             return ()
         maker = self._names.setdefault(block_size, PrefixNames(self._key, block_size))
-        root, left, packed = maker.root(scope_of(tenant, body.cache_salt)), MAX_NAMED_BLOCKS, []
+        root, left, packed = maker.root(scope_of(tenant, body.cache_salt, body.adapter)), MAX_NAMED_BLOCKS, []
         for prompt in body.prompts:
             names: list[bytes] = []
             maker.extend(names, root, prompt[: left * block_size])

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,23 +42,23 @@ class IdsPrompt:
 Prompt = TextPrompt | IdsPrompt
 
 
-def read_prompts(raw: Any) -> list[Prompt]:
-    """The prompts of a completion: a string, ids, or a list of either; counts checked before contents.
+def read_prompts(raw: Any, field: str = "prompt") -> list[Prompt]:
+    """The prompts in `field`: a string, ids, or a list of either; counts checked before contents.
 
     Raises:
         InvalidRequest: anything else, an empty prompt, or more than `limits.MAX_PROMPTS`.
     """
     if isinstance(raw, str):
-        return [_text_prompt(raw, "prompt")]
+        return [_text_prompt(raw, field)]
     if not isinstance(raw, list):
-        raise _wrong_prompt("prompt: must be a string, a list of token ids, or a list of either")
+        raise _wrong_prompt(f"{field}: must be a string, a list of token ids, or a list of either")
     if not raw:
-        raise _wrong_prompt("prompt: is empty")
+        raise _wrong_prompt(f"{field}: is empty")
     if _is_int(raw[0]):
-        return [_ids_prompt(raw, "prompt")]
+        return [_ids_prompt(raw, field)]
     if len(raw) > limits.MAX_PROMPTS:
-        raise _wrong_prompt(f"prompt: {len(raw)} prompts, at most {limits.MAX_PROMPTS} are allowed")
-    return [_read_prompt(item, f"prompt[{index}]") for index, item in enumerate(raw)]
+        raise _wrong_prompt(f"{field}: {len(raw)} prompts, at most {limits.MAX_PROMPTS} are allowed")
+    return [_read_prompt(item, f"{field}[{index}]") for index, item in enumerate(raw)]
 
 
 def read_messages(raw: Any) -> list[dict[str, str]]:
@@ -89,24 +90,25 @@ class PromptEncoder:
         self._template = None if source is None else ChatTemplate(source, folder.template_tokens, controls)
         self._max_token_bytes = folder.max_token_bytes
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Ids of a completion prompt.
+    def encode(self, prompt: Prompt, field: str = "prompt") -> tuple[int, ...]:
+        """Ids of a prompt in `field`, as completions have them.
 
         Raises:
             InvalidRequest: ids outside the vocabulary, no tokens at all, or a text that cannot fit the context.
         """
         if isinstance(prompt, TextPrompt):
-            ids = self.encode_text(prompt.text)
+            ids = self.encode_text(prompt.text, field=field)
+            self._check_rows(ids, field)
         else:
             ids = prompt.token_ids
-            self.check_ids(ids)
+            self.check_ids(ids, field)
         if not ids:
-            raise _wrong_prompt("prompt: is empty")
+            raise _wrong_prompt(f"{field}: is empty")
         return ids
 
-    def encode_text(self, text: str, *, adds_special_tokens: bool = True) -> tuple[int, ...]:
+    def encode_text(self, text: str, *, adds_special_tokens: bool = True, field: str = "prompt") -> tuple[int, ...]:
         """Ids of a text in which control tokens may be spelled out. Raises `InvalidRequest` as `encode` does."""
-        self._check_length(text, "prompt")
+        self._check_length(text, field)
         return tuple(self._folder.tokenizer.encode(text, add_special_tokens=adds_special_tokens).ids)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
@@ -124,7 +126,13 @@ class PromptEncoder:
         ids = self._encode_rendered(rendered)
         if not ids:
             raise InvalidRequest("messages: the prompt is empty", param="messages")
+        self._check_rows(ids, "messages")
         return ids
+
+    def close(self) -> None:
+        """End what runs beside this process."""
+        if self._template is not None:
+            self._template.close()
 
     def _encode_rendered(self, rendered: RenderedChat) -> tuple[int, ...]:
         """Control tokens of the template are ids; between them, text whose control spellings are inert."""
@@ -145,6 +153,13 @@ class PromptEncoder:
     def _encode_inert(self, text: str) -> list[int]:
         inert: Tokenizer = self._folder.inert_tokenizer
         return list(inert.encode(text, add_special_tokens=False).ids) if text else []
+
+    def _check_rows(self, ids: tuple[int, ...], param: str) -> None:
+        """Refuse tokens that the tokenizer knows and the model has no row for."""
+        rows = self._folder.vocab_size
+        if self._folder.max_token_id >= rows and max(ids, default=0) >= rows:
+            text = f"{param}: the tokenizer makes token {max(ids)} of it, the model has {rows}; leave that word out"
+            raise InvalidRequest(text, param=param)
 
     def _check_length(self, text: str, param: str) -> None:
         """Refuse text that cannot fit before it is tokenized: a token is at most so many bytes."""
@@ -199,7 +214,7 @@ def _ids_prompt(items: list[Any], where: str) -> IdsPrompt:
 
 
 def _wrong_prompt(message: str) -> InvalidRequest:
-    return InvalidRequest(message, param="prompt")
+    return InvalidRequest(message, param=re.split(r"[\[:]", message, maxsplit=1)[0])
 
 
 def _is_int(value: Any) -> bool:

@@ -57,7 +57,7 @@ class Renderer:
 
     def frame(self, event_id: EventId, event: Event) -> bytes:
         """One SSE frame."""
-        if isinstance(event, TextEvent) and not event.tokens:
+        if isinstance(event, TextEvent) and not event.tokens and not event.token_ids:
             return self.text_frame(*event_id, event.choice, event.text)
         data = b"[DONE]" if isinstance(event, Done) else orjson.dumps(self._chunk(event))
         return b"id: %d.%d\ndata: %b\n\n" % (event_id.entries, event_id.number, data)
@@ -78,12 +78,15 @@ class Renderer:
         choices = [_Collected() for _ in range(len(self._body.prompts) * self._body.n)]
         for event in events:
             if isinstance(event, TextEvent):
-                choices[event.choice].parts.append(event.text)
-                choices[event.choice].tokens += event.tokens
+                choices[event.choice].add(event)
             elif isinstance(event, ChoiceEnd):
-                choices[event.choice].reason = event.reason
-        shown = [self._full_choice(index, choices[choice]) for index, choice in enumerate(shown_choices)]
-        return orjson.dumps(self._head | {"choices": shown, "usage": usage_object(usage, self._price_per_hour)})
+                choices[event.choice].end = event
+        shown = [
+            self._full_choice(index, choices[choice]) | self._prompt_ids_of_choice(choice)
+            for index, choice in enumerate(shown_choices)
+        ]
+        head = self._head | self._prompt_ids_of_chat()
+        return orjson.dumps(head | {"choices": shown, "usage": usage_object(usage, self._price_per_hour)})
 
     def _find_around_text(self, choice: int) -> tuple[bytes, bytes]:
         """What stands before and behind the text in each of a choice's chunks that bring nothing but text."""
@@ -95,17 +98,37 @@ class Renderer:
         if isinstance(event, Usage):
             return self._chunk_head | {"choices": [], "usage": usage_object(event, self._price_per_hour)}
         usage = {"usage": None} if self._body.include_usage else {}
-        return self._chunk_head | {"choices": [self._chunk_choice(event)]} | usage
+        prompt_ids = self._prompt_ids_of_chat() if isinstance(event, RoleEvent) else {}
+        return self._chunk_head | {"choices": [self._chunk_choice(event)]} | usage | prompt_ids
 
     def _chunk_choice(self, event: Event) -> dict[str, Any]:
         match event:
             case RoleEvent(choice):
-                return self._part(choice, {"role": "assistant", "content": ""}, "", (), None)
-            case TextEvent(choice, text, tokens):
-                return self._part(choice, {"content": text}, text, tokens, None)
+                part = self._part(choice, {"role": "assistant", "content": ""}, "", (), None)
+                return part | self._token_ids(()) | self._prompt_ids_of_choice(choice)
+            case TextEvent(choice, text, tokens, token_ids):
+                return self._part(choice, {"content": text}, text, tokens, None) | self._token_ids(token_ids)
             case ChoiceEnd(choice, reason):
-                return self._part(choice, {}, "", (), reason)
+                return self._part(choice, {}, "", (), reason) | self._token_ids((), event)
         raise AssertionError(f"not an event of a choice: {event}")
+
+    def _token_ids(self, token_ids: Sequence[int], end: ChoiceEnd | None = None) -> dict[str, Any]:
+        """What `return_token_ids` adds to a choice; at its `end` also what ended it."""
+        if not self._body.returns_token_ids:
+            return {}
+        return {"token_ids": list(token_ids)} | ({} if end is None else {"stop_reason": end.stop_reason})
+
+    def _prompt_ids_of_choice(self, choice: int) -> dict[str, Any]:
+        """As vLLM does it, completions have the prompt's ids in each choice, of which there are several prompts'."""
+        if self._is_chat or not self._body.returns_token_ids:
+            return {}
+        return {"prompt_token_ids": self._body.prompts[choice // self._body.n]}
+
+    def _prompt_ids_of_chat(self) -> dict[str, Any]:
+        """And chat has them beside its choices."""
+        if not (self._is_chat and self._body.returns_token_ids):
+            return {}
+        return {"prompt_token_ids": self._body.prompts[0]}
 
     def _part(
         self, choice: int, delta: dict[str, str], text: str, tokens: tuple[ShownToken, ...], reason: str | None
@@ -120,7 +143,9 @@ class Renderer:
         content: dict[str, Any] = message if self._is_chat else {"text": text}
         wants_logprobs = self._body.sampling.num_logprobs is not None and not self._body.hides_logprobs
         logprobs = self._logprobs(tuple(choice.tokens)) if wants_logprobs else None
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.reason}
+        reason = None if choice.end is None else choice.end.reason
+        full = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        return full | self._token_ids(choice.token_ids, choice.end)
 
     def _logprobs(self, tokens: tuple[ShownToken, ...]) -> dict[str, Any]:
         return self._chat_logprobs(tokens) if self._is_chat else self._completion_logprobs(tokens)
@@ -133,29 +158,38 @@ class Renderer:
         return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        name, data = self._token_text.token_name(token_id), self._token_text.token_bytes(token_id)
+        name, data = self._name(token_id), self._token_text.token_bytes(token_id)
         return {"token": name, "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": list(data)}
 
+    def _name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._body.names_tokens_by_id else self._token_text.token_name(token_id)
+
     def _completion_logprobs(self, tokens: tuple[ShownToken, ...]) -> dict[str, Any]:
-        name, wants_top = self._token_text.token_name, bool(self._body.sampling.num_logprobs)
+        wants_top = bool(self._body.sampling.num_logprobs)
         return {
             "text_offset": [token.text_offset for token in tokens],
             "token_logprobs": [max(token.logprob, _LOWEST_LOGPROB) for token in tokens],
-            "tokens": [name(token.token_id) for token in tokens],
+            "tokens": [self._name(token.token_id) for token in tokens],
             "top_logprobs": [self._alternatives(token) for token in tokens] if wants_top else None,
         }
 
     def _alternatives(self, token: ShownToken) -> dict[str, float]:
         """The best tokens, and the chosen one if it is not among them."""
         pairs = (*token.top, (token.token_id, token.logprob))
-        return {self._token_text.token_name(id_): max(logprob, _LOWEST_LOGPROB) for id_, logprob in pairs}
+        return {self._name(id_): max(logprob, _LOWEST_LOGPROB) for id_, logprob in pairs}
 
 
 class _Collected:
     def __init__(self) -> None:
         self.parts: list[str] = []
         self.tokens: list[ShownToken] = []
-        self.reason: str | None = None
+        self.token_ids: list[int] = []
+        self.end: ChoiceEnd | None = None
+
+    def add(self, event: TextEvent) -> None:
+        self.parts.append(event.text)
+        self.tokens += event.tokens
+        self.token_ids += event.token_ids
 
 
 def usage_object(usage: Usage, price_per_hour: float = 0.0) -> dict[str, Any]:

@@ -6,17 +6,18 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from gateway.adapters import AdapterDesk
 from gateway.auth import KeyRing
 from gateway.background import Background
 from gateway.body_budget import BodyBudget
 from gateway.cell import CellView
-from gateway.detokenize import TokenText
+from gateway.directory import ModelDirectory
 from gateway.door import Door
 from gateway.drain import Drain
+from gateway.embedding import EmbeddingDesk
 from gateway.health import HealthView
 from gateway.intake import IntakeDesk
 from gateway.metrics import GatewayMetrics
-from gateway.model_folder import ModelFolder
 from gateway.prefixes import PrefixNamer
 from gateway.relay import Relay
 from shared.bus import Bus
@@ -26,18 +27,18 @@ from shared.ids import GatewayId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gateway:
-    """The parts. `model_names`: what clients may call the model, the first one is its name in lists and metrics."""
+    """The parts."""
 
     gateway_id: GatewayId
+    adapters: AdapterDesk
     http: HttpConfig
     bus: Bus
-    folder: ModelFolder
-    model_names: tuple[str, ...]
     started_at: int
     keys: KeyRing
     bodies: BodyBudget
+    directory: ModelDirectory
     desk: IntakeDesk
-    token_text: TokenText
+    embeddings: EmbeddingDesk
     relay: Relay
     health: HealthView
     cell: CellView

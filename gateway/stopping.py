@@ -17,6 +17,8 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self._automata = [_Automaton(stop) for stop in stops]
         self._held = ""
+        self.found: str | None = None
+        """The stop string that ended the text."""
 
     def feed(self, text: str, *, is_armed: bool) -> tuple[str, bool]:
         """What may be shown of everything so far and was not yet, and whether a stop string is complete.
@@ -32,6 +34,7 @@ class StopMatcher:
             matched = max((a.length for a in self._automata if a.advance(char)), default=0)
             if matched and is_armed:
                 end = len(self._held) - len(text) + number
+                self.found = self._held[end - matched : end]
                 shown, self._held = self._held[: end - matched], ""
                 return shown, True
         shown_len = len(self._held) - max(automaton.state for automaton in self._automata)

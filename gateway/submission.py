@@ -11,6 +11,7 @@ from gateway import limits
 from gateway.delivery import Delivery
 from gateway.intake import Intake
 from gateway.relay import RETRY_S, Listener
+from gateway.served_model import ModelText
 from gateway.state import Gateway
 from shared.bus import NewRequest, SubmitAnswer, SubmitOutcome
 from shared.errors import BusUnavailable, IdempotencyConflict, NotFound
@@ -41,7 +42,7 @@ async def submit(
     summary = intake.summary(tenant=tenant, worker=worker, timeout_s=gateway.http.request_timeout_s)
     gateway.door.check(summary)
     body = dataclasses.replace(intake.body, has_idempotency_key=idempotency_key is not None)
-    delivery = _deliver(gateway, gateway.relay.listen(intake.request_id), body)
+    delivery = _deliver(gateway, gateway.relay.listen(intake.request_id), body, intake.served.text)
     prefixes = gateway.prefixes.name(body, tenant, worker.block_size) if worker.has_prefix_cache else ()
     new = NewRequest(
         summary=dataclasses.replace(summary, prefixes=prefixes),
@@ -75,11 +76,12 @@ async def join(gateway: Gateway, request_id: str, tenant: str) -> Delivery:
     body = None if known is None or record is None else await gateway.bus.load_body(known)
     if known is None or record is None or body is None or record.summary.tenant != tenant:
         raise NotFound("no such stream", code="stream_not_found")
-    if body.model not in gateway.model_names:
-        raise NotFound("this gateway serves another model", code="stream_not_found")
+    text = await gateway.directory.find_text(body)
+    if text is None:
+        raise NotFound("the stream's model is not known here any more", code="stream_not_found")
     listener = gateway.relay.listen(known)
     listener.refill()
-    delivery = _deliver(gateway, listener, body)
+    delivery = _deliver(gateway, listener, body, text)
     with ExitStack() as undo:
         undo.callback(delivery.leave)
         await gateway.bus.attach(known, gateway.gateway_id, listener.connection_id)
@@ -108,13 +110,13 @@ async def _insist_on_submit(gateway: Gateway, new: NewRequest) -> SubmitOutcome:
             await asyncio.sleep(RETRY_S)
 
 
-def _deliver(gateway: Gateway, listener: Listener, body: RequestBody) -> Delivery:
+def _deliver(gateway: Gateway, listener: Listener, body: RequestBody, text: ModelText) -> Delivery:
     return Delivery(
         bus=gateway.bus,
         gateway_id=gateway.gateway_id,
         listener=listener,
         body=body,
-        token_text=gateway.token_text,
+        token_text=text.token_text,
         background=gateway.background,
         timeout_s=gateway.http.request_timeout_s,
     )

@@ -52,8 +52,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
     "include_stop_str_in_output": (None, False),
-    "return_tokens_as_token_ids": (None, False),
-    "return_token_ids": (None, False),
     "detokenize": (None, True),
     "chat_template": (None,),
     "chat_template_kwargs": (None, {}),

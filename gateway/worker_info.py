@@ -59,6 +59,7 @@ def _engine(worker: WorkerHello) -> dict[str, str]:
         "enable_chunked_prefill",
         "max_step_ms",
         "num_threads",
+        "tensor_parallel_size",
         "speculative",
     )
     return {

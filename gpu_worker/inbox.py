@@ -7,14 +7,16 @@ a no-op, and what the record does not confirm (ended, another owner, another att
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from pathlib import Path
 
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.engine_thread import Applied, Withdraw
 from gpu_worker.incarnation import Incarnation
 from gpu_worker.ledger import End, Held, HeldChoice, Release
+from gpu_worker.lora.modules import AdapterSource, LoadedAdapter
 from shared.bus import InboxMessage, RequestRecord
-from shared.errors import BusError, WireError
+from shared.errors import BusError, ConfigError, WireError, shorten
 from shared.failpoints import failpoint
 from shared.ids import EntryId
 from shared.log import FinishEntry, TokenEntry, decode_entries, encode_entry
@@ -34,9 +36,16 @@ class Inbox:
 
     Args:
         evictions_at: evictions that report `seq` knew of, None when a later report knew of more.
+        adapters: where those come from that requests name; None: there are none.
     """
 
-    def __init__(self, incarnation: Incarnation, evictions_at: Callable[[int], int | None]) -> None:
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        evictions_at: Callable[[int], int | None],
+        adapters: AdapterSource | None = None,
+    ) -> None:
+        self._adapters = adapters
         self._incarnation = incarnation
         self._evictions_at = evictions_at
         self._after = EntryId("0-0")
@@ -98,10 +107,24 @@ class Inbox:
         if mine.is_draining:
             return _leaving(message, Release(is_preempted=False))
         try:
-            return open_request(message, record, body, data)
+            adapter = await self._load_adapter(body)
+        except ConfigError as error:
+            _log.error("adapter.refused", request_id=message.request_id, name=shorten(body.model), error=error)
+            text = f"model: the adapter {shorten(body.model)!r} cannot be loaded; the worker's log says why"
+            return _leaving(message, End("rejected", "invalid_adapter", text))
+        try:
+            return open_request(message, record, body, data, adapter)
         except (WireError, LookupError) as error:  # one request that nobody can read must not end the others
             _log.error("request.unreadable", request_id=message.request_id, error=error, exc_info=True)
             return _leaving(message, End("failed", "internal_error", "the stored request cannot be read"))
+
+    async def _load_adapter(self, body: RequestBody) -> LoadedAdapter | None:
+        """The adapter that a request runs with, read if it is not held. Raises `ConfigError`."""
+        if not body.adapter:
+            return None
+        if self._adapters is None:
+            raise ConfigError("this worker has no adapters; start it with --enable-lora")
+        return await asyncio.to_thread(self._adapters.load, Path(body.adapter_path), body.adapter)
 
     def _preempt(self, message: PreemptRequest) -> None:
         mine = self._incarnation
@@ -120,11 +143,13 @@ class Inbox:
         mine.thread.submit(Withdraw(message.request_id, message.attempt, num_evictions, message.keeps))
 
 
-def open_request(message: RunRequest, record: RequestRecord, body: RequestBody, data: bytes) -> Held:
+def open_request(
+    message: RunRequest, record: RequestRecord, body: RequestBody, data: bytes, adapter: Hashable | None = None
+) -> Held:
     """The unfinished choices of a request as sequences that go on behind what is logged.
 
     Args:
-        data: the whole token log, of all choices.
+        data: the whole token log, of all choices. adapter: what its sequences run with.
 
     Raises:
         WireError: `data` is no log, or body or log contradict the record.
@@ -151,8 +176,10 @@ def open_request(message: RunRequest, record: RequestRecord, body: RequestBody, 
             )
         prompt_len = len(body.prompts[choice // body.n])
         held.choices[choice] = HeldChoice(choice, prompt_len, [encode_entry(e) for e in logged], len(logged))
-    scope = scope_of(record.summary.tenant, body.cache_salt)
+    scope = scope_of(record.summary.tenant, body.cache_salt, body.adapter)
     held.sequences = tuple(_to_sequence(message, body, choice, logged, scope) for choice, logged in entries.items())
+    for sequence in held.sequences:
+        sequence.adapter = adapter
     return held
 
 
@@ -168,6 +195,7 @@ def _to_sequence(
         token_ids=[*prompt, *(entry.token_id for entry in logged)],
         num_prompt_tokens=len(prompt),
         sampling=body.sampling,
+        is_pooled=body.kind == "embedding",
         is_alone=message.crashes > 0,
         priority=message.priority,
         cache_scope=scope,

@@ -23,6 +23,7 @@ from gpu_worker.engine_thread import Withdraw
 from gpu_worker.inbox import Inbox
 from gpu_worker.incarnation import Incarnation
 from gpu_worker.ledger import Release
+from gpu_worker.lora.modules import AdapterSource
 from gpu_worker.outbox import Outbox
 from gpu_worker.probed_runner import ProbedRunner
 from gpu_worker.pulse import DeclaredDead, Heart, Reporter
@@ -32,7 +33,8 @@ from shared.config import EngineConfig, WorkerConfig
 from shared.errors import BusError
 from shared.ids import WorkerId, new_incarnation
 from shared.logs import get_log
-from shared.messages import WorkerHello, WorkerReport
+from shared.messages import AdapterCard, WorkerHello, WorkerReport
+from shared.model_card import ModelCard, pack_card
 
 SWITCH_INTERVAL_S = 0.0005
 """How soon the event loop gets the interpreter back from the engine thread; Python's 5 ms would sit in each token."""
@@ -49,6 +51,11 @@ class LoadedModel(ModelRunner, Protocol):
     @property
     def fingerprint(self) -> str:
         """Names weights, dtypes and parallel size: equal ones continue each other's sequences."""
+        ...
+
+    @property
+    def quantization(self) -> str:
+        """Of weights; "none": they are floats."""
         ...
 
     @property
@@ -71,14 +78,20 @@ class LoadedModel(ModelRunner, Protocol):
         """For blocks of its cache."""
         ...
 
+    @property
+    def adapter_source(self) -> AdapterSource | None:
+        """Where adapters come from; None: there are none."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where this process runs: its first identity, and the device it has claimed, if it had to (`device_id`;
-    `prepare_thread` makes it the current one of a thread)."""
+    """Where this process runs: its first identity, and the devices it has claimed, if it had to (`device_ids`, `cards`
+    by their CUDA numbers, one for each rank; `prepare_thread` makes the first one the current one of a thread)."""
 
     first_id: WorkerId
-    device_id: str | None = None
+    device_ids: tuple[str, ...] = ()
+    cards: tuple[int, ...] = ()
     prepare_thread: Callable[[], None] | None = None
 
 
@@ -109,6 +122,7 @@ def make_engine(
         host_memory=host_memory,
         preemption_mode=limits.preemption_mode,
         window=limits.kept_window(runner.window),
+        max_adapters=limits.max_loras if limits.enable_lora else 0,
     )
 
 
@@ -117,6 +131,8 @@ class WorkerService:
 
     Args:
         on_report: called with each report sent, for the metrics.
+        card: of the model; None: gateways know it.
+        adapters: to be registered.
     """
 
     def __init__(
@@ -126,7 +142,13 @@ class WorkerService:
         model: LoadedModel,
         place: Place,
         on_report: Callable[[WorkerReport], None] = lambda _: None,
+        *,
+        card: ModelCard | None = None,
+        adapters: tuple[AdapterCard, ...] = (),
     ) -> None:
+        self._adapters = adapters
+        self._card = card
+        self._card_id = "" if card is None else card.card_id
         self._bus = bus
         self._config = config
         self._model = model
@@ -175,7 +197,7 @@ class WorkerService:
         reporter = Reporter(mine, self._on_report)
         heart = Heart(mine, lease_s=self._config.process.worker_lease_s)
         loops = (
-            Inbox(mine, reporter.evictions_at).run(),
+            Inbox(mine, reporter.evictions_at, self._model.adapter_source).run(),
             Outbox(mine).run(),
             heart.run(),
             reporter.run(),
@@ -207,8 +229,12 @@ class WorkerService:
         """Hello, as often as it takes."""
         while not stop.is_set():
             try:
-                if self._place.device_id is not None:
-                    await self._bus.claim_device(mine.worker_id, [self._place.device_id])
+                for device_id in self._place.device_ids:
+                    await self._bus.claim_device(mine.worker_id, [device_id])
+                if self._card is not None and not await self._bus.use_card(self._card_id):
+                    await self._bus.put_card(self._card_id, await asyncio.to_thread(pack_card, self._card))
+                for adapter in self._adapters:
+                    await self._bus.put_adapter(adapter)
                 await self._bus.hello(self._describe(mine.worker_id))
             except BusError as error:
                 _log.recurring("hello.failed", error=error)
@@ -246,10 +272,10 @@ class WorkerService:
         _log.info("worker.left", worker=mine.worker_id)
 
     def _describe(self, worker_id: WorkerId) -> WorkerHello:
-        model = self._config.model
+        names = self._config.model.served_model_name or (Path(self._config.model.model).name,)
         return WorkerHello(
             worker_id=worker_id,
-            model=model.served_model_name[0] if model.served_model_name else Path(model.model).name,
+            model=names[0],
             fingerprint=self._model.fingerprint,
             dtype=str(self._model.dtype),
             device=str(self._model.device),
@@ -263,19 +289,21 @@ class WorkerService:
             reserved_tokens=self._config.engine.reserved_tokens(self._model.max_model_len),
             num_swap_blocks=0 if self._model.host_memory is None else self._model.host_memory.num_blocks,
             preemption_mode=self._config.engine.preemption_mode,
-            settings=_shown_settings(self._config),
+            settings=_shown_settings(self._config.engine, self._model.quantization),
             window=self._config.engine.kept_window(self._model.window),
             step_tokens=self._config.engine.step_tokens(self._model.max_model_len),
+            names=names,
+            card=self._card_id,
+            max_loras=0 if self._model.adapter_source is None else self._config.engine.max_loras,
         )
 
 
-def _shown_settings(config: WorkerConfig) -> tuple[tuple[str, str], ...]:
+def _shown_settings(engine: EngineConfig, quantization: str) -> tuple[tuple[str, str], ...]:
     """What else says how this worker runs."""
-    engine = config.engine
     names = ("batching", "kv_layout", "kv_cache_dtype", "gpu_memory_utilization", "max_num_batched_tokens",
-             "enable_chunked_prefill", "max_step_ms", "num_threads")  # fmt: skip
+             "enable_chunked_prefill", "max_step_ms", "num_threads", "tensor_parallel_size")  # fmt: skip
     shown = tuple((name, str(getattr(engine, name))) for name in names)
-    return (*shown, ("quantization", config.model.quantization), ("speculative", str(bool(engine.speculative_config))))
+    return (*shown, ("quantization", quantization), ("speculative", str(bool(engine.speculative_config))))
 
 
 async def _watch(mine: Incarnation) -> None:

@@ -73,6 +73,35 @@ def prompt_tile(
     return AttentionTile(power_of_2(group, rows), keys=keys, num_warps=8, num_stages=NUM_STAGES)
 
 
+@dataclass(frozen=True, slots=True)
+class MatmulTile:
+    """Sizes of a program of a product. `is_split`: `in` is cut into splits."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+    is_split: bool
+
+
+def matmul_tile(num_rows: int) -> MatmulTile:
+    """Up to 64 rows the weight's bytes are the bound: narrow tiles and splits, so that 4096 × 4096 is work for 256
+    programs. Beyond, products are: 128 × 128."""
+    if num_rows <= MIN_DOT:
+        return MatmulTile(MIN_DOT, columns=64, num_warps=4, num_stages=4, is_split=True)
+    if num_rows <= 64:
+        return MatmulTile(64, columns=64, num_warps=4, num_stages=3, is_split=True)
+    return MatmulTile(128, columns=128, num_warps=8, num_stages=3, is_split=False)
+
+
+def expert_tile(num_pairs: int, num_experts: int) -> MatmulTile:
+    """Pairs of (row, expert) and outputs of a program: the least rows while an expert has fewer on average, where its
+    weights' bytes are the bound; 64 beyond."""
+    if num_pairs <= MIN_DOT * num_experts:
+        return MatmulTile(MIN_DOT, columns=64, num_warps=4, num_stages=4, is_split=False)
+    return MatmulTile(64, columns=128, num_warps=8, num_stages=3, is_split=False)
+
+
 def row_warps(width: int) -> int:
     """Warps of a program that holds one row of `width` elements: at most 16 elements a thread up to 16,384."""
     return min(16, max(1, power_of_2(width) // 512))

@@ -169,20 +169,20 @@ def paged_attention(
         scale: factor of the scores.
         kv_scales: of caches of int8 or fp8; None for others.
         window: keys that a row sees at most, its own the last of them; None: all up to its own.
-        softcap: scores become softcap · tanh(score / softcap) (`kernels.softcap`); None: they stay. Not on CUDA.
+        softcap: scores become softcap · tanh(score / softcap) (`kernels.softcap`); None: they stay.
 
     Raises:
-        ValueError: heads is not a multiple of kv_heads, sizes disagree, or a softcap on CUDA.
+        ValueError: heads is not a multiple of kv_heads, or sizes disagree.
     """
     heads, kv_heads = query.shape[1], key_cache.shape[2]
     if heads % kv_heads or query.shape[2] != key_cache.shape[3] or key_cache.shape[1] != batch.block_size:
         raise ValueError(f"query {list(query.shape)} does not fit a cache of {list(key_cache.shape)}")
-    if softcap is not None and query.is_cuda:
-        raise ValueError("no kernel for CUDA softcaps scores")
     if uses_triton(query):
         from kernels.gpu.paged_attention import paged_attention_triton
 
-        return paged_attention_triton(query, key_cache, value_cache, batch, scale, kv_scales=kv_scales, window=window)
+        return paged_attention_triton(
+            query, key_cache, value_cache, batch, scale, kv_scales=kv_scales, window=window, softcap=softcap
+        )
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     is_tiled = query.dtype == torch.float32 or softcap is not None
     dtype = torch.float32 if is_tiled else query.dtype

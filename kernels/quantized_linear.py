@@ -35,7 +35,8 @@ _SMALLEST_ROW = 2.0**-100
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeight:
     """A weight [out, in] as integers `values` int8 [out, in] and `scales`: float32 [out] (int8), or float16
-    [out, ceil(in / GROUP)] (int4, values in [−8, 7])."""
+    [out, ceil(in / GROUP)] (int4; values in [−8, 7] from `quantize_int4`, from checkpoints with zero points in
+    [−15, 15]). In checkpoints `values` may be float8 e4m3, too, with float32 scales [out]."""
 
     values: Tensor
     scales: Tensor
@@ -43,6 +44,10 @@ class QuantizedWeight:
     @property
     def is_int4(self) -> bool:
         return self.scales.dim() == 2
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.values.dtype == torch.float8_e4m3fn
 
     def dequantize(self) -> Tensor:
         """What it stands for, float32 [out, in]."""
@@ -109,7 +114,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = N
 
     Args:
         x: [rows, in], any float dtype; quantized here.
-        weight: from `quantize_int8` or `quantize_int4`.
+        weight: of int8 or int4.
         bias: [out] or None.
 
     Raises:

@@ -11,15 +11,14 @@ from shared.config import ServeConfig
 from shared.errors import ConfigError, shorten
 from shared.paths import cache_folder, expand
 
-_NEEDED = ("config.json", "tokenizer.json")
 
-
-def resolve(model: str, cache_dir: Path, say: Callable[[str], None]) -> Path:
+def resolve(model: str, cache_dir: Path, say: Callable[[str], None], *, needs_tokenizer: bool = True) -> Path:
     """The absolute folder of the checkpoint that `model` names.
 
     Args:
         model: a folder; empty means SmolLM2-135M-Instruct, made in `cache_dir` if it is not there yet.
         say: takes progress lines.
+        needs_tokenizer: there must be one in the folder.
 
     Raises:
         ConfigError: there is no such folder, or it is no checkpoint.
@@ -30,7 +29,7 @@ def resolve(model: str, cache_dir: Path, say: Callable[[str], None]) -> Path:
         return ensure_smollm2(cache_dir, report=say).resolve()
     folder = expand("--model", model)
     if folder.is_dir():
-        _check(folder)
+        _check(folder, ("config.json", "tokenizer.json") if needs_tokenizer else ("config.json",))
         return folder.resolve()
     if folder.exists():
         raise ConfigError(
@@ -44,8 +43,8 @@ def resolve(model: str, cache_dir: Path, say: Callable[[str], None]) -> Path:
     raise ConfigError(f"--model={shorten(model)}: there is no such folder")
 
 
-def _check(folder: Path) -> None:
-    missing = [name for name in _NEEDED if not (folder / name).is_file()]
+def _check(folder: Path, needed: tuple[str, ...]) -> None:
+    missing = [name for name in needed if not (folder / name).is_file()]
     if not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors")
     if missing:
@@ -61,7 +60,10 @@ def main(argv: list[str]) -> int:
     """`python -m quire.checkpoint [MODEL] [options of serve]`: prepare a model to be served. Raises `ConfigError`."""
     config = settings.load(ServeConfig, argv, program="python -m quire.checkpoint", description="Prepare a model.")
     folder = resolve(
-        config.model.model, cache_folder(config.engine.cache_dir), lambda line: print(f"quire: {line}", flush=True)
+        config.model.model,
+        cache_folder(config.engine.cache_dir),
+        lambda line: print(f"quire: {line}", flush=True),
+        needs_tokenizer=not config.model.tokenizer,
     )
     print(f"quire: the model is in {folder}")
     return 0

@@ -54,6 +54,13 @@ def simulate(arguments: list[str]) -> int:
     return command.main(arguments)
 
 
+def quantize(arguments: list[str]) -> int:
+    """Make a checkpoint with quantized weights from one of floats."""
+    from quire import quantize as command
+
+    return command.main(arguments)
+
+
 def advise(arguments: list[str]) -> int:
     """Say what to set on a server that runs, by its own metrics, and what it should gain."""
     from quire.advise import command
@@ -146,7 +153,13 @@ def bench_model(arguments: list[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Command] = {"serve": serve, "advise": advise, "bench": bench, "simulate": simulate}
+COMMANDS: dict[str, Command] = {
+    "serve": serve,
+    "advise": advise,
+    "bench": bench,
+    "simulate": simulate,
+    "quantize": quantize,
+}
 BENCH_COMMANDS: dict[str, Command] = {
     "table": bench_table,
     "serve": bench_serve,

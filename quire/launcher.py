@@ -22,13 +22,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quire import __version__, checkpoint, services
+from quire import __version__, services
 from quire.embedded_redis import EmbeddedRedis
+from quire.models import for_gateways, resolve_models
 from quire.private_folder import private_folder
 from quire.supervisor import STOP_MARGIN_S, ChildSpec, Signals, StartFailed, Supervisor
 from quire.worker_scaling import WorkerScaling
 from shared import config as settings
-from shared.config import ServeConfig
+from shared.config import ModelConfig, ServeConfig
 from shared.errors import BusError, ConfigError, shorten
 from shared.paths import cache_folder, expand
 from shared.process import die_with_parent
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
     """Run `quire serve ARGV` until it is stopped; the exit code. Raises `ConfigError`."""
     config = settings.load(ServeConfig, argv, program="quire serve", description="Serve a model on this machine.")
     if config.process.die_with_parent:
-        die_with_parent()
+        die_with_parent(config.parent_pid)
     return serve(config)
 
 
@@ -61,11 +62,10 @@ def serve(config: ServeConfig) -> int:
     config = config if limits is None else replace(config, workers=limits.low)
     ports = choose_ports(config.http.host, config.http.port, config.gateways)
     refuse_shared_ports(config, ports)
-    folder = checkpoint.resolve(config.model.model, cache_folder(config.engine.cache_dir), say)
-    names = config.model.served_model_name or (folder.name,)
-    model = replace(config.model, model=str(folder), served_model_name=names)
+    models = resolve_models(config, cache_folder(config.engine.cache_dir), say)
+    config = replace(config, model=models[0])
     with Signals() as signals, contextlib.ExitStack() as cleanup:
-        cell = _Cell(replace(config, model=model), ports, signals, cleanup)
+        cell = _Cell(config, models, ports, signals=signals, cleanup=cleanup)
         try:
             return cell.run()
         except StartFailed as error:
@@ -140,14 +140,24 @@ def stop_order(names: Sequence[str], config: ServeConfig) -> list[tuple[list[str
 
 
 class _Cell:
-    """One run of the launcher."""
+    """One run of the launcher. `config` has the first of `models`."""
 
-    def __init__(self, config: ServeConfig, ports: list[int], signals: Signals, cleanup: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        models: list[ModelConfig],
+        ports: list[int],
+        *,
+        signals: Signals,
+        cleanup: contextlib.ExitStack,
+    ) -> None:
         self._config = config
+        self._models = models
         self._ports = ports
         self._signals = signals
         self._cleanup = cleanup
         self._supervisor = Supervisor(signals, say, self._write_state)
+        self._supervisor.gives_up = config.parent_pid is not None
         self._redis_url = config.process.redis_url
         self._scaling: WorkerScaling | None = None
         self._is_ready = False
@@ -164,7 +174,8 @@ class _Cell:
                 self._supervisor.wait(None if self._scaling is None else self._scaling.wait_s())
                 if self._scaling is not None and not self._signals.num_stops:
                     self._scaling.look()
-            say("stopping; Ctrl-C again stops at once")
+            drain_s = self._config.process.drain_s
+            say(f"stopping: open streams have {drain_s:g} s to end; Ctrl-C again stops at once")
         finally:
             self._stop()
         say("stopped")
@@ -179,13 +190,17 @@ class _Cell:
         if self._signals.num_stops:
             return
         self._supervisor.start(services.scheduler_spec(config, self._redis_url))
-        for index in range(config.workers):
-            self._supervisor.start(services.worker_spec(config, self._redis_url, index))
+        for index in range(config.workers * len(self._models)):
+            model = self._models[index // config.workers]
+            self._supervisor.start(services.worker_spec(replace(config, model=model), self._redis_url, index))
+        told = replace(config, model=for_gateways(self._models))
         for index, port in enumerate(self._ports):
-            self._supervisor.start(services.gateway_spec(config, self._redis_url, index, port))
-        threads = config.engine.num_threads or services.threads_per_worker(services.most_workers(config))
-        say(f"started {config.gateways} gateway(s), 1 scheduler, {config.workers} worker(s) of {threads} thread(s); "
-            "loading the model (seconds for a small one)")  # fmt: skip
+            self._supervisor.start(services.gateway_spec(told, self._redis_url, index, port))
+        size, threads = config.engine.tensor_parallel_size, config.engine.num_threads
+        ranks = f"{'' if size == 1 else f'{size} ranks of '}{threads or services.threads_per_rank(config)} thread(s)"
+        what = "the model" if len(self._models) == 1 else f"each of {len(self._models)} models"
+        say(f"started {config.gateways} gateway(s), 1 scheduler, {config.workers} worker(s) of {ranks} for {what}; "
+            "loading (seconds for a small one)")  # fmt: skip
 
     def _make_scaling(self) -> WorkerScaling | None:
         limits = self._config.scaling.limits()
@@ -252,7 +267,8 @@ class _Cell:
     def _announce(self) -> None:
         config = self._config
         ports = ", ".join(map(str, self._ports))
-        say(f"ready on port {ports}; model {config.model.model}; Redis {without_password(self._redis_url)}")
+        shown = [model.model if len(self._models) == 1 else model.served_model_name[0] for model in self._models]
+        say(f"ready on port {ports}; model {', '.join(shown)}; Redis {without_password(self._redis_url)}")
         body = {
             "model": config.model.served_model_name[0],
             "messages": [{"role": "user", "content": "What is the capital of France?"}],

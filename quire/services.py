@@ -34,12 +34,12 @@ def scheduler_spec(config: ServeConfig, redis_url: str) -> ChildSpec:
 
 
 def worker_spec(config: ServeConfig, redis_url: str, index: int) -> ChildSpec:
-    """Worker `index`, with its share of the cores."""
-    num_threads = config.engine.num_threads or threads_per_worker(most_workers(config))
+    """Worker `index`, with its share of the memory, and of the cores for each of its ranks."""
+    num_threads = config.engine.num_threads or threads_per_rank(config)
     service = WorkerConfig(
         process=_process(config, redis_url, 1 + index),
         model=config.model,
-        engine=replace(config.engine, num_threads=num_threads),
+        engine=replace(config.engine, num_threads=num_threads, memory_shares=most_workers(config)),
     )
     return _spec(worker_name(index), "gpu_worker", service, num_threads=num_threads)
 
@@ -52,9 +52,9 @@ def gateway_spec(config: ServeConfig, redis_url: str, index: int, port: int) -> 
 
 
 def most_workers(config: ServeConfig) -> int:
-    """How many workers may run at the same time."""
+    """How many workers may run at the same time, of all models."""
     limits = config.scaling.limits()
-    return config.workers if limits is None else limits.high
+    return config.workers * (1 + len(config.more_models)) if limits is None else limits.high
 
 
 def worker_name(index: int) -> str:
@@ -62,9 +62,9 @@ def worker_name(index: int) -> str:
     return f"worker-{index}"
 
 
-def threads_per_worker(num_workers: int) -> int:
-    """This process' cores divided among the workers of the machine, at least one each."""
-    return max(1, len(os.sched_getaffinity(0)) // num_workers)
+def threads_per_rank(config: ServeConfig) -> int:
+    """This process' cores divided among all ranks of the workers of the machine, at least one each."""
+    return max(1, len(os.sched_getaffinity(0)) // (most_workers(config) * config.engine.tensor_parallel_size))
 
 
 def _process(config: ServeConfig, redis_url: str, metrics_offset: int) -> ProcessConfig:
@@ -97,6 +97,9 @@ def _split_secrets(service: object) -> tuple[object, dict[str, str]]:
             raise ConfigError("--api-key: a key cannot hold a comma")
         environment[flags.variable("api_key")] = ",".join(service.http.api_key)
         service = replace(service, http=replace(service.http, api_key=()))
+    if isinstance(service, GatewayConfig) and service.http.admin_key:
+        environment[flags.variable("admin_key")] = service.http.admin_key
+        service = replace(service, http=replace(service.http, admin_key=""))
     if isinstance(service, GatewayConfig | SchedulerConfig | WorkerConfig):
         environment[flags.variable("redis_url")] = service.process.redis_url
         service = replace(service, process=replace(service.process, redis_url=""))

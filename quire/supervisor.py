@@ -9,7 +9,8 @@ and no handler does work. Each child
 * leads its own process group, so that a Ctrl-C in the terminal reaches this process alone, which then stops the
   children in order; what a dead child leaves of its group is killed;
 * is started again when it dies, at once at first and then later and later, for ever once the cell has been ready.
-  Before that, exit code 2 (a wrong setting) or the third death is a `StartFailed`.
+  Before that, exit code 2 (a wrong setting) or the third death is a `StartFailed`. A supervisor that `gives_up` raises
+  it later, too, for a child that dies again and again: then there is somebody who waits for nothing else.
 
 A child that is *retired* is told to stop while all others go on. `wait` notes its end; nobody waits for it.
 """
@@ -37,6 +38,10 @@ BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 5.0
 STOP_MARGIN_S = 5.0
 """Over its own time to drain, before a child that was told to stop is killed."""
+MAX_DEATHS_IN_ROW = 10
+"""More than the deaths of workers that one request may cause."""
+STEADY_AFTER_S = 600.0
+"""A child that lived this long begins a new row of deaths; loading a model may take minutes."""
 HEALTHY_AFTER_S = 10.0
 """A child that lived this long starts its back-off anew."""
 
@@ -105,6 +110,7 @@ class _Child:
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     num_deaths: int = 0
+    deaths_in_row: int = 0
     backoff_s: float = BACKOFF_FIRST_S
     restart_at: float | None = None
     leaves_by: float | None = None
@@ -126,6 +132,8 @@ class Supervisor:
         self._children: dict[str, _Child] = {}
         self.is_settled = False
         """Set by the owner once all have been ready: from then on nothing but a stop ends the supervision."""
+        self.gives_up = False
+        """Set by the owner: nothing but that, and a child that keeps dying."""
 
     def start(self, spec: ChildSpec) -> None:
         """Run `spec` and keep it running."""
@@ -183,7 +191,8 @@ class Supervisor:
             deadline = time.monotonic() + grace_s
             while any(map(_is_running, group)) and self._signals.num_stops == stops_before:
                 if time.monotonic() >= deadline:
-                    self._say(f"{', '.join(c.spec.name for c in group if _is_running(c))}: not stopped, killing")
+                    running = ", ".join(child.spec.name for child in group if _is_running(child))
+                    self._say(f"{running}: still at work after {grace_s:g} s, killed")
                     break
                 self._signals.wait(max(0.0, deadline - time.monotonic()))
             _kill(group)
@@ -211,7 +220,7 @@ class Supervisor:
         if _is_running(child) and time.monotonic() < leaves_by:
             return
         if child.process is not None:
-            how = "not stopped, killing" if _is_running(child) else describe_exit(child.process.returncode)
+            how = "still at work, killed" if _is_running(child) else describe_exit(child.process.returncode)
             self._say(f"{name} (pid {child.process.pid}) was told to leave: {how}")
         _kill([child])
         del self._children[name]
@@ -232,7 +241,11 @@ class Supervisor:
         child.num_deaths += 1
         if not self.is_settled and child.num_deaths >= MAX_DEATHS_AT_START:
             raise StartFailed(f"{name} cannot start: {reason}; its messages are above", 1)
-        if time.monotonic() - child.started_at >= HEALTHY_AFTER_S:
+        lived_s = time.monotonic() - child.started_at
+        child.deaths_in_row = 1 if lived_s >= STEADY_AFTER_S else child.deaths_in_row + 1
+        if self.gives_up and child.deaths_in_row >= MAX_DEATHS_IN_ROW:
+            raise StartFailed(f"{name} keeps dying: {reason}; its messages are above", 1)
+        if lived_s >= HEALTHY_AFTER_S:
             child.backoff_s = BACKOFF_FIRST_S
         child.restart_at = time.monotonic() + child.backoff_s
         self._say(f"{name} {reason}; starting it again in {child.backoff_s:g} s")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
+from shared.adapter_ops import AdapterOps
 from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId
 from shared.limits import EMPTY_QUEUE, NO_BUDGET, UNLIMITED, QueueDepth, RefusalReason, TenantBudget, TenantLimits
 from shared.messages import (
@@ -335,6 +336,15 @@ class WorkerOps(Protocol):
         """Enter the `workers` hash. Earlier incarnations of the same name are over: as `requeue` does for each."""
         ...
 
+    async def use_card(self, card_id: str) -> bool:
+        """Whether model card `card_id` is there; if so it is the latest now. For the time before `hello`, which names
+        it, and with which it stays."""
+        ...
+
+    async def put_card(self, card_id: str, data: bytes) -> None:
+        """Store a card unless it is there. Of those that no worker names only the latest ones stay."""
+        ...
+
     async def bye(self, worker_id: WorkerId) -> None:
         """Leave it (clean shutdown, nothing held): fields and inbox deleted."""
         ...
@@ -398,6 +408,10 @@ class GatewayOps(Protocol):
         """Leave the `gateways` hash (clean shutdown)."""
         ...
 
+    async def load_card(self, card_id: str) -> bytes | None:
+        """A model card as it was stored, None if there is none."""
+        ...
+
     async def read_queue(self) -> QueueDepth:
         """What is queued now."""
         ...
@@ -434,7 +448,7 @@ class Subscribed:
     """The subscription is (again) confirmed."""
 
 
-class Bus(RequestOps, LeaderOps, WorkerOps, GatewayOps, Protocol):
+class Bus(RequestOps, LeaderOps, WorkerOps, GatewayOps, AdapterOps, Protocol):
     """Everything, as one object."""
 
     async def ping(self) -> None:

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from shared import flags
+from shared.adapters import parse_lora_modules
 from shared.errors import ConfigError, shorten
 from shared.flags import setting
 from shared.limits import MAX_LIMIT, TenantLimits, parse_tenant_limits
+from shared.model_files import ModelFiles
 from shared.paths import expand
 from shared.preemption import PREEMPTION_MODES
 from shared.speculation import SpeculationConfig, parse_speculative_config
@@ -58,15 +60,43 @@ class ModelConfig:
     """The model."""
 
     model: str = setting("", "folder with config.json, tokenizer.json and *.safetensors; none: `quire serve` makes "
-                         "SmolLM2-135M-Instruct", is_positional=True)  # fmt: skip
-    served_model_name: tuple[str, ...] = setting((), "name(s) clients may use; default: the folder's name",
-                                                  may_be_empty=False)  # fmt: skip
+                         "SmolLM2-135M-Instruct, a gateway serves what workers bring", is_positional=True)  # fmt: skip
+    tokenizer: str = setting("", "folder with tokenizer.json, and with what there is of tokenizer_config.json and "
+                             "chat_template.jinja; default: the model's")  # fmt: skip
+    generation_config: str = setting("auto", "sampling where a request says nothing: that of generation_config.json in "
+                                     "the model's folder (auto) or in FOLDER, or vllm: none of it",
+                                     may_be_empty=False)  # fmt: skip
+    revision: str = setting("", "refused, and says why: a model is a folder, and nothing is fetched")
+    served_model_name: tuple[str, ...] = setting((), "name(s) clients may use; default: the folder's name. Of a "
+                                                 "gateway without a model: those it waits for",
+                                                 may_be_empty=False)  # fmt: skip
     max_model_len: int | None = setting(None, "most tokens of prompt and output together; default: the model's",
                                         minimum=1)  # fmt: skip
     dtype: str = setting("auto", "of weights, and of KV by default; auto: the checkpoint's", choices=(
         "auto", "float32", "bfloat16", "float16"))  # fmt: skip
+    lora_modules: tuple[str, ...] = setting(
+        (), "adapters that are served from the start (with --enable-lora), each as NAME=FOLDER or, where there are "
+        """several models, as JSON: '{"name": NAME, "path": FOLDER, "base_model_name": MODEL}'""",
+        may_be_empty=False)  # fmt: skip
     quantization: str = setting("none", "quantize a float checkpoint at load, activations to int8 (CPU only); "
-                                "int4 keeps an int8 output projection", choices=("none", "int8", "int4"))  # fmt: skip
+                                "int4 keeps an int8 output projection. How a quantized checkpoint is stored its own "
+                                "config.json says; its method may be named here and must be that one", choices=(
+        "none", "int8", "int4", "awq", "gptq", "fp8", "compressed-tensors"))  # fmt: skip
+    model_impl: str = setting("auto", "whose code computes the model: quire's own, that of transformers over the same "
+                              "KV cache, or auto: its own where there is one", choices=(
+        "auto", "quire", "transformers"))  # fmt: skip
+
+    def files(self) -> ModelFiles:
+        """Where the model's files are."""
+        return ModelFiles(model=Path(self.model), tokenizer=self.tokenizer, generation_config=self.generation_config)
+
+    def check(self) -> None:
+        """Raise `ConfigError` for what is asked of a hub."""
+        if self.revision:
+            raise ConfigError(
+                f"--revision={shorten(self.revision)}: a model is a folder here and nothing is fetched, so it has one "
+                "revision; name the folder that holds the one you mean"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +106,11 @@ class HttpConfig:
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0: every one of this machine", may_be_empty=False)
     port: int = setting(8000, "first port; gateway i listens on port + i (0: any free one)", minimum=0, maximum=65535)
     api_key: tuple[str, ...] = setting((), "key(s) that clients must send as a bearer token; none: open")
+    enable_lora_updates: bool = setting(
+        False, "POST /v1/load_lora_adapter and /v1/unload_lora_adapter, for --admin-key; folders below --lora-dir and "
+        "those of --lora-modules may be loaded")  # fmt: skip
+    lora_dir: tuple[str, ...] = setting((), "folder(s) below which adapters may be loaded by HTTP", may_be_empty=False)
+    admin_key: str = setting("", "bearer token of those who may load and unload adapters")
     max_body_bytes: int = setting(16 * 1024 * 1024, "largest request body", minimum=1024)
     body_timeout_s: float = setting(30.0, "how long a client may take to send its body", minimum=0.1, maximum=A_YEAR_S)
     request_timeout_s: float = setting(600.0, "deadline of a request", minimum=1, maximum=A_YEAR_S)
@@ -142,13 +177,17 @@ class EngineConfig:
                          "tokens may differ between them", choices=("auto", "amx", "avx512", "avx2"))  # fmt: skip
     cache_dir: str = setting("", "folder for converted models, packed weights and compiled kernels; default: "
                              "~/.cache/quire")  # fmt: skip
+    tensor_parallel_size: int = setting(1, "ranks (processes) of each worker, each with its part of every layer and, "
+                                        "with CUDA, a card of its own", minimum=1, maximum=64)  # fmt: skip
     block_size: int = setting(16, "tokens in a KV block", minimum=1, maximum=256)
     batching: str = setting("continuous", "static: a batch runs to its end before others are admitted, to compare with",
                             choices=("continuous", "static"))  # fmt: skip
     kv_layout: str = setting("paged", "contiguous: reserve --max-model-len tokens for each sequence, to compare with",
                              choices=("paged", "contiguous"))  # fmt: skip
     kv_cache_memory_bytes: int | None = setting(
-        None, "KV cache size; default on CPU: a quarter of free memory, at most 4 GiB", minimum=1)  # fmt: skip
+        None, "KV cache size of a worker; default on CPU: a quarter of free memory, which the launcher divides among "
+        "its workers, at most 4 GiB", minimum=1)  # fmt: skip
+    memory_shares: int = setting(1, "workers that divide this machine's memory", minimum=1, is_hidden=True)
     kv_cache_dtype: str = setting(
         "auto", "of keys and values; auto: the model's; int8 and fp8 (e4m3) hold about twice the tokens of bf16",
         choices=(
@@ -175,6 +214,12 @@ class EngineConfig:
     speculative_config: str = setting("", "try several tokens in a step where the text repeats itself, as vLLM's JSON: "
                                       """'{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, """
                                       """"prompt_lookup_min": 2}'; none: one at a time""")  # fmt: skip
+
+    enable_lora: bool = setting(False, "serve LoRA adapters beside the model")
+    max_loras: int = setting(4, "most adapters in one step", minimum=1, maximum=256)
+    max_lora_rank: int = setting(64, "highest rank of an adapter", minimum=1, maximum=1024)
+    max_cpu_loras: int | None = setting(None, "adapters kept in each worker's host memory; default: 4 for each that "
+                                        "a step may have", minimum=1)  # fmt: skip
 
     def step_tokens(self, max_model_len: int) -> int:
         """Most tokens in one step: where prompts are not cut, the longest one beside all that decode."""
@@ -318,11 +363,22 @@ class AutoscalerConfig:
 class ServeConfig:
     """The launcher: everything, and how many of each."""
 
-    workers: int = setting(1, "workers to start (with --autoscale: leave it out)", minimum=1, maximum=MAX_WORKERS_HERE)
+    workers: int = setting(
+        1, "workers to start of each model (with --autoscale: leave it out)", minimum=1, maximum=MAX_WORKERS_HERE
+    )
     gateways: int = setting(1, "gateways to start, on ports P, P+1, ...", minimum=1, maximum=64)
     data_dir: str = setting("", "folder for the private Redis' data, kept; default: a new one, removed at exit")
+    parent_pid: int | None = setting(
+        None,
+        "of a program that these services are for: with --die-with-parent, also if it has died "
+        "already; and end when a service keeps dying",
+        is_hidden=True,
+    )
     state_file: str = setting("", "write process ids, ports and the Redis address here as JSON", is_hidden=True)
     model: ModelConfig = field(default_factory=ModelConfig)
+    more_models: tuple[str, ...] = setting((), "further models, each with --workers of its own: FOLDER, or NAME=FOLDER "
+                                           "to give it another name", may_be_empty=False,
+                                           is_positional=True)  # fmt: skip
     http: HttpConfig = field(default_factory=HttpConfig)
     door: DoorConfig = field(default_factory=DoorConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -341,6 +397,9 @@ def load(config_class: type[C], argv: list[str], *, program: str, description: s
     config = flags.parse(config_class, argv, dict(os.environ), program=program, description=description,
                          known_variables=known)  # fmt: skip
     _check_engine(config)
+    if isinstance(model := getattr(config, "model", None), ModelConfig):
+        model.check()
+    _check_lora(config)
     scheduling = getattr(config, "scheduling", None)
     if isinstance(scheduling, SchedulingConfig):
         scheduling.weights()
@@ -375,3 +434,16 @@ def _check_engine(config: object) -> None:
         return
     engine.speculation()
     engine.check_swap()
+
+
+def _check_lora(config: object) -> None:
+    model, engine, http = (getattr(config, name, None) for name in ("model", "engine", "http"))
+    if isinstance(model, ModelConfig):
+        parse_lora_modules(model.lora_modules)
+        if model.lora_modules and isinstance(engine, EngineConfig) and not engine.enable_lora:
+            raise ConfigError(f"--lora-modules={shorten(' '.join(model.lora_modules))}: needs --enable-lora")
+    if isinstance(http, HttpConfig) and http.enable_lora_updates:
+        if not http.admin_key:
+            raise ConfigError("--enable-lora-updates: set --admin-key, which those who load adapters must send")
+        if http.admin_key in http.api_key:
+            raise ConfigError("--admin-key: is one of --api-key, so clients could load adapters; choose another")

@@ -8,6 +8,8 @@
     │   ├── BusRefused          Redis refuses writes (memory or disk full)
     │   └── BusBroken           Redis holds what is none of ours under a name of ours
     ├── LeaderLost              another scheduler holds the leader token
+    ├── ArgumentError           Python API: an argument is wrong, or asks for what is not built; also a ValueError
+    ├── DeploymentError         Python API: the services cannot be reached, or have ended; also a RuntimeError
     └── RequestError            one request is refused or failed; carries `code` and `param`
         ├── InvalidRequest      the request itself is wrong (400)
         ├── Unauthorized        no key or a wrong one (401)
@@ -64,6 +66,14 @@ class BusBroken(BusError):
 
 class LeaderLost(QuireError):
     """This scheduler's leader token is no longer the one in Redis."""
+
+
+class ArgumentError(QuireError, ValueError):
+    """An argument of the Python API is wrong, or asks for what is not built; the text names it."""
+
+
+class DeploymentError(QuireError, RuntimeError):
+    """The services behind the Python API cannot be started or reached, or have ended."""
 
 
 class RequestError(QuireError):

@@ -69,6 +69,8 @@ def parse(
     given = _parse_argv(_make_parser(leaves, program, description), leaves, argv)
     for name in leaves:
         positional = given.pop(name + "_positional", None)
+        if positional == []:  # several values, and none was given
+            positional = None
         if positional is not None and given[name] is not None:
             raise ConfigError(f"{name} is given twice: {shorten(positional)!r} and {shorten(given[name])!r}")
         given[name] = given[name] if positional is None else positional
@@ -124,7 +126,11 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 def _make_parser(leaves: Mapping[str, _Leaf], program: str, description: str) -> _Parser:
-    positionals = "".join(f"[{name.upper()}] " for name, leaf in leaves.items() if leaf.field.metadata["is_positional"])
+    positionals = "".join(
+        f"[{name.upper()}{' ...' if leaf.is_list else ''}] "
+        for name, leaf in leaves.items()
+        if leaf.field.metadata["is_positional"]
+    )
     parser = _Parser(
         prog=program,
         usage=f"%(prog)s {positionals}[options]",
@@ -144,7 +150,9 @@ def _make_parser(leaves: Mapping[str, _Leaf], program: str, description: str) ->
 
 def _parse_argv(parser: _Parser, leaves: Mapping[str, _Leaf], argv: Sequence[str]) -> dict[str, Any]:
     """What `argv` gives, None for the rest. Raises `ConfigError` for what is no option, naming the one meant."""
-    given, unknown = parser.parse_known_args(list(argv))
+    num_positionals = sum(leaf.field.metadata["is_positional"] for leaf in leaves.values())
+    read = parser.parse_known_args if num_positionals < 2 else parser.parse_known_intermixed_args
+    given, unknown = read(list(argv))
     if unknown:
         options = ["--" + name.replace("_", "-") for name in leaves]
         meant = _meant(unknown[0].partition("=")[0], options)
@@ -192,7 +200,10 @@ def _add_argument(parser: argparse._ActionsContainer, name: str, leaf: _Leaf) ->
     if leaf.is_list:
         options["nargs"] = "+"
     if metadata["is_positional"]:
-        parser.add_argument(name + "_positional", nargs="?", default=None, metavar=name.upper(), help=f"same as {flag}")
+        nargs = "*" if leaf.is_list else "?"
+        parser.add_argument(
+            name + "_positional", nargs=nargs, default=None, metavar=name.upper(), help=f"same as {flag}"
+        )
     parser.add_argument(flag, **options)
 
 

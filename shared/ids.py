@@ -15,11 +15,11 @@ GatewayId = NewType("GatewayId", str)
 ConnectionId = NewType("ConnectionId", str)
 EntryId = NewType("EntryId", str)
 
-_REQUEST_PREFIX = {"completion": "cmpl-", "chat": "chatcmpl-"}
+_REQUEST_PREFIX = {"completion": "cmpl-", "chat": "chatcmpl-", "embedding": "embd-"}
 
 
 def new_request_id(kind: str) -> RequestId:
-    """A request id that cannot be guessed: `cmpl-` or `chatcmpl-` and 32 hex digits."""
+    """A request id that cannot be guessed: `cmpl-`, `chatcmpl-` or `embd-` and 32 hex digits."""
     return RequestId(_REQUEST_PREFIX[kind] + secrets.token_hex(16))
 
 

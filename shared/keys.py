@@ -15,11 +15,14 @@
 | `inbox:{worker}` | stream | commands; an ack deletes | dispatch, preempt, end; worker | goes with its worker |
 | `reports` | stream, capped | worker reports and ends; hints | workers, end; leader, gateways | kept |
 | `leader` | hash | `token`, `beat`; `clock_ms`, `at_ms`: the cell's clock | leader; schedulers, submit | kept |
-| `workers` | hash | `hello:`, `beat:`, `steps:`, `held:`, `suspect:` + worker | workers; all | fields go with them |
+| `workers` | hash | `hello:`, `beat:`, `steps:`, `held:`, `suspect:`, `card:` + worker | workers; all | go with them |
 | `gateways` | hash | `beat:` + gateway | gateways; leader | fields go with the gateway |
 | `devices` | hash | device id: the worker that claimed it | workers | fields go with the worker |
 | `prefix_key` | string | key of the names of prefixes (`shared/prefix.py`) | the first; workers, gateways | kept |
 | `wish` | hash | `num_workers` that the leader would like, ids of those `leaving` | leader; who starts workers | kept |
+| `card:{hash}` | string | a model's card, `shared/model_card.py` | workers; gateways | see `cards` |
+| `cards` | sorted set | hash of a card: rises with each use; those that workers name, few others | workers | kept |
+| `adapters` | hash | name: an adapter's `AdapterCard` | workers, gateways; gateways | kept until it is unloaded |
 | `dead` | stream, capped | undecodable messages: source, bytes, why | all; people | kept |
 
 Channel `tok:{gateway}` carries what the commit and end scripts appended, for the listeners of that gateway.
@@ -46,17 +49,21 @@ GATEWAYS = "gateways"
 DEVICES = "devices"
 PREFIX_KEY = "prefix_key"
 WISH = "wish"
+CARDS = "cards"
+ADAPTERS = "adapters"
 DEAD = "dead"
 SUBMIT_GROUP = "schedulers"
 
 STANDING_KEYS = frozenset(
     {LIVE, LIVE_TOKENS, QUEUE, IN_FLIGHT, SPENT, WORKED, SUBMIT, REPORTS, LEADER, WORKERS, GATEWAYS, DEVICES}
-    | {PREFIX_KEY, WISH, DEAD}
+    | {PREFIX_KEY, WISH, CARDS, ADAPTERS, DEAD}
 )
 """Keys that may exist when no request and no worker does (an empty one may be absent)."""
 
 REPORTS_CAP = 10_000
 DEAD_CAP = 1_000
+SPARE_CARDS = 4
+"""So many cards that no worker names any more are kept, the latest: streams of their models can still be rendered."""
 
 RECORD_FIELDS = (
     "summary",  # SubmitRequest bytes
@@ -108,6 +115,11 @@ def idempotency(tenant: str, key: str) -> str:
 def inbox(worker_id: WorkerId) -> str:
     """The command stream of a worker."""
     return f"inbox:{worker_id}"
+
+
+def card(card_id: str) -> str:
+    """The card of a model."""
+    return f"card:{card_id}"
 
 
 def token_channel(gateway_id: GatewayId) -> str:

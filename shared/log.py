@@ -1,7 +1,8 @@
 """The token log of one request: self-delimiting msgpack entries, one after another in commit order.
 
 An entry is `[choice, token_id]`, `[choice, token_id, logprobs]` or, as the last one of a choice, `[choice, reason]`
-with reason "stop" or "length". `logprobs` is `[chosen, [[token_id, logprob], ...]]`, natural logarithms of the raw
+with reason "stop" or "length"; of an embedding the only one, `[choice, reason, vector]`, the vector's numbers as
+little-endian float32. `logprobs` is `[chosen, [[token_id, logprob], ...]]`, natural logarithms of the raw
 model's probabilities, best first. A choice's first entry is `[choice, token_id, logprobs or nil, num_cached]` where
 that many tokens of its prompt were found in the prefix cache. The log is one byte string, so a position in it is a byte
 offset; text, usage and SSE ids are all a fold over its entries from 0 and never depend on how it was cut into packets.
@@ -42,10 +43,11 @@ class TokenEntry(NamedTuple):
 
 
 class FinishEntry(NamedTuple):
-    """`choice` has ended; nothing of it follows."""
+    """`choice` has ended; nothing of it follows. `embedding`: see the module."""
 
     choice: int
     reason: str
+    embedding: bytes = b""
 
 
 LogEntry = TokenEntry | FinishEntry
@@ -54,7 +56,7 @@ LogEntry = TokenEntry | FinishEntry
 def encode_entry(entry: LogEntry) -> bytes:
     """One entry's bytes."""
     if isinstance(entry, FinishEntry):
-        return _encoder.encode((entry.choice, entry.reason))
+        return _encoder.encode(entry if entry.embedding else entry[:2])
     if entry.logprobs is None and not entry.num_cached:
         return _encoder.encode((entry.choice, entry.token_id))
     logprobs = None if entry.logprobs is None else (entry.logprobs.chosen, entry.logprobs.top)
@@ -101,6 +103,8 @@ def _to_entry(item: object) -> LogEntry:
             return TokenEntry(choice, token_id)
         case [choice, str(reason)] if type(choice) is int and reason in FINISH_REASONS:
             return FinishEntry(choice, reason)
+        case [choice, str(reason), bytes(vector)] if type(choice) is int and reason in FINISH_REASONS and vector:
+            return FinishEntry(choice, reason, vector)
         case [choice, token_id, logprobs] if type(choice) is int and type(token_id) is int:
             return TokenEntry(choice, token_id, _to_logprobs(logprobs))
         case [choice, token_id, logprobs, num_cached] if (

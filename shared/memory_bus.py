@@ -36,6 +36,7 @@ from shared.memory_records import Entry, MemoryStream, MemorySubscription
 from shared.memory_steps import MemorySteps
 from shared.messages import (
     AbortRequest,
+    AdapterCard,
     Message,
     PreemptRequest,
     RequestBody,
@@ -179,6 +180,12 @@ class MemoryBus:
     async def hello(self, message: WorkerHello) -> None:
         self.steps.hello(message)
 
+    async def use_card(self, card_id: str) -> bool:
+        return self.steps.use_card(card_id)
+
+    async def put_card(self, card_id: str, data: bytes) -> None:
+        self.steps.use_card(card_id, data)
+
     async def bye(self, worker_id: WorkerId) -> None:
         self.steps.bye(worker_id)
 
@@ -224,6 +231,17 @@ class MemoryBus:
     async def read_wish(self) -> WorkerWish | None:
         return self.steps.wish
 
+    # AdapterOps
+
+    async def put_adapter(self, card: AdapterCard) -> None:
+        self.steps.adapters[card.name] = card
+
+    async def drop_adapter(self, name: str) -> bool:
+        return self.steps.adapters.pop(name, None) is not None
+
+    async def read_adapters(self) -> dict[str, AdapterCard]:
+        return dict(self.steps.adapters)
+
     # GatewayOps
 
     async def gateway_beat(self, gateway_id: GatewayId) -> None:
@@ -231,6 +249,9 @@ class MemoryBus:
 
     async def gateway_bye(self, gateway_id: GatewayId) -> None:
         self.steps.gateways.pop(gateway_id, None)
+
+    async def load_card(self, card_id: str) -> bytes | None:
+        return self.steps.cards.get(card_id)
 
     async def read_queue(self) -> QueueDepth:
         return self.steps.read_queue()

@@ -32,6 +32,7 @@ from shared.memory_records import MemoryRecord, MemoryStream, MemoryWorker, to_o
 from shared.memory_tenants import MemoryTenants
 from shared.messages import (
     AbortRequest,
+    AdapterCard,
     Message,
     PreemptRequest,
     RequestEnded,
@@ -76,6 +77,9 @@ class MemorySteps:
         self.gateways: dict[GatewayId, int] = {}
         self.devices: dict[str, WorkerId] = {}
         self.prefix_key = new_key()
+        self.cards: dict[str, bytes] = {}
+        self.adapters: dict[str, AdapterCard] = {}
+        """The latest one last."""
         self.tenants = MemoryTenants()
         self.wish: WorkerWish | None = None
         self.worked: dict[str, WorkTime] = {}
@@ -213,6 +217,16 @@ class MemorySteps:
         name = worker_name(message.worker_id)
         for other in [w for w in self.workers if w != message.worker_id and worker_name(w) == name]:
             self._requeue(other)
+
+    def use_card(self, card_id: str, data: bytes | None = None) -> bool:
+        data = self.cards.pop(card_id, data)
+        if data is None:
+            return False
+        self.cards[card_id] = data
+        named = {worker.hello.card for worker in self.workers.values()}
+        for spare in [card for card in self.cards if card not in named][: -keys.SPARE_CARDS]:
+            del self.cards[spare]
+        return True
 
     def bye(self, worker_id: WorkerId) -> None:
         self.workers.pop(worker_id, None)

@@ -10,6 +10,7 @@
 | `WorkerReport` | worker → scheduler, gateways | `reports` stream |
 | `RequestEnded` | end script → scheduler (`reports`), gateways (`tok:{gateway}`) | |
 | `TokenChunk` | commit script → gateways | `tok:{gateway}` |
+| `AdapterCard` | worker, gateway → gateways | `adapters` hash |
 
 Frozen, slotted dataclasses of plain types; `shared/wire.py` turns them to bytes and back. New fields come only with
 defaults. Token ids, lengths and block counts are non-negative ints; times are named with their unit.
@@ -89,13 +90,17 @@ class SubmitRequest:
 class RequestBody:
     """What a worker needs to compute a request and any gateway needs to render it again from its log.
 
-    `kind` is "completion" or "chat". `created` is unix seconds, shown to the client only. `cache_salt` sets apart whose
-    cached prefixes the request may find, within its tenant. `response_format`-like features will be new fields with
-    defaults.
+    `kind` is "completion", "chat" or "embedding" (a choice is a prompt, and no token is drawn). `created` is unix
+    seconds, shown to the client only. `cache_salt` sets apart whose cached prefixes the request may find, within its
+    tenant. `response_format`-like features will be new fields with defaults.
 
     `num_returned` (`best_of`): of each prompt's `n` choices the client gets so many, those with the highest mean log
     probability a token; None: all. `hides_logprobs`: the log holds logprobs for that comparison only.
-    `include_cost`: usage says what the request cost, so its worker writes that with each commit.
+    `include_cost`: usage says what the request cost, so its worker writes that with each commit. `card` names the
+    model card by which its log is rendered (`shared/model_card.py`); "": by the name of the model. `adapter`: hash of
+    the content of the adapter that it runs with, read from `adapter_path` by workers that do not hold it; "": none.
+    `returns_token_ids`: the client gets prompt and output as token ids, too. `names_tokens_by_id`: logprobs name tokens
+    by their ids. `encoding_format` of embeddings: "float" or "base64".
     """
 
     kind: str
@@ -112,6 +117,12 @@ class RequestBody:
     num_returned: int | None = None
     hides_logprobs: bool = False
     include_cost: bool = False
+    card: str = ""
+    returns_token_ids: bool = False
+    names_tokens_by_id: bool = False
+    encoding_format: str = "float"
+    adapter: str = ""
+    adapter_path: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +168,9 @@ class WorkerHello:
     requests that name equal prefixes share their blocks. Each sequence gets blocks for `reserved_tokens` at least.
     `num_swap_blocks` fit into its host memory; `preemption_mode` is one of `shared/preemption.py`. A query sees
     `window` tokens at most (0: all), a step computes `step_tokens` at most: what a sequence holds, by
-    `shared/capacity.py`. `settings`: further flags and their values, for people and `/metrics`."""
+    `shared/capacity.py`. `settings`: further flags and their values, for people and `/metrics`. `names`: all under
+    which the model is served, `model` the first of them. `card` names the model's card, "": it has none. `max_loras`:
+    adapters that a step may have, 0: none."""
 
     worker_id: WorkerId
     model: str
@@ -177,11 +190,19 @@ class WorkerHello:
     settings: tuple[tuple[str, str], ...] = ()
     window: int = 0
     step_tokens: int = 0
+    names: tuple[str, ...] = ()
+    card: str = ""
+    max_loras: int = 0
 
     @property
     def num_resident(self) -> int:
         """Most tokens of a sequence that are in blocks at once; 0: all."""
         return resident_tokens(self.window, self.step_tokens)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """What clients may call the model."""
+        return self.names or (self.model,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +299,17 @@ class TokenChunk:
     data: bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterCard:
+    """An adapter that requests may name. `model`: a name of the model that it changes. `path`: its folder, for workers
+    that do not hold `content`, the hash of its files (`shared/adapters.py`)."""
+
+    name: str
+    model: str
+    path: str
+    content: str
+
+
 Message = (
     SubmitRequest
     | RequestBody
@@ -288,6 +320,7 @@ Message = (
     | WorkerReport
     | RequestEnded
     | TokenChunk
+    | AdapterCard
 )
 
 TAGS: dict[str, type] = {
@@ -300,4 +333,5 @@ TAGS: dict[str, type] = {
     "report": WorkerReport,
     "ended": RequestEnded,
     "chunk": TokenChunk,
+    "adapter": AdapterCard,
 }

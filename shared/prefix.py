@@ -25,9 +25,9 @@ def new_key() -> bytes:
     return secrets.token_bytes(KEY_BYTES)
 
 
-def scope_of(tenant: str, cache_salt: str) -> tuple[str, str]:
-    """The parts of the root of a request's prefixes."""
-    return tenant, cache_salt
+def scope_of(tenant: str, cache_salt: str, adapter: str = "") -> tuple[str, ...]:
+    """The parts of the root of a request's prefixes. `adapter`: hash of its content, on which KV depends."""
+    return (tenant, cache_salt, adapter) if adapter else (tenant, cache_salt)
 
 
 def pack(names: Iterable[bytes]) -> bytes:

@@ -14,11 +14,17 @@ from typing import NoReturn
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to SIGKILL this process when its parent dies, by kill -9 too. Linux only; call it early."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel to SIGKILL this process when its parent dies, by kill -9 too. Linux only; call it early.
+
+    Args:
+        parent: its process id, where it is known: if it has died already, this process ends at once.
+    """
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
 
 
 def dying_with_parent() -> Callable[[], None]:

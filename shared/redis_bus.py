@@ -37,6 +37,7 @@ from shared.ids import ConnectionId, EntryId, GatewayId, RequestId, WorkerId, wo
 from shared.limits import QueueDepth
 from shared.messages import (
     AbortRequest,
+    AdapterCard,
     PreemptRequest,
     RequestBody,
     RequestEnded,
@@ -206,7 +207,14 @@ class RedisBus:
     # WorkerOps
 
     async def hello(self, message: WorkerHello) -> None:
-        await self._link.run(scripts.HELLO, message.worker_id, worker_name(message.worker_id), wire.encode(message))
+        names = (message.worker_id, worker_name(message.worker_id))
+        await self._link.run(scripts.HELLO, *names, wire.encode(message), message.card)
+
+    async def use_card(self, card_id: str) -> bool:
+        return bool(await self._link.run(scripts.USE_CARD, card_id))
+
+    async def put_card(self, card_id: str, data: bytes) -> None:
+        await self._link.run(scripts.USE_CARD, card_id, data)
 
     async def bye(self, worker_id: WorkerId) -> None:
         await self._link.run(scripts.BYE, worker_id)
@@ -273,6 +281,24 @@ class RedisBus:
     async def prefix_key(self) -> bytes:
         return bytes(await self._link.run(scripts.PREFIX_KEY, new_key()))
 
+    # AdapterOps
+
+    async def put_adapter(self, card: AdapterCard) -> None:
+        await self._link.call("HSET", keys.ADAPTERS, card.name, wire.encode(card))
+
+    async def drop_adapter(self, name: str) -> bool:
+        return bool(await self._link.call("HDEL", keys.ADAPTERS, name))
+
+    async def read_adapters(self) -> dict[str, AdapterCard]:
+        cards = {}
+        for name, data in (await self._read_hash(keys.ADAPTERS)).items():
+            try:
+                cards[name] = wire.decode(data, AdapterCard)
+            except WireError as error:
+                await self.bury(keys.ADAPTERS, data, str(error))
+                await self._link.call("HDEL", keys.ADAPTERS, name)
+        return cards
+
     # GatewayOps
 
     async def gateway_beat(self, gateway_id: GatewayId) -> None:
@@ -280,6 +306,10 @@ class RedisBus:
 
     async def gateway_bye(self, gateway_id: GatewayId) -> None:
         await self._link.call("HDEL", keys.GATEWAYS, f"beat:{gateway_id}")
+
+    async def load_card(self, card_id: str) -> bytes | None:
+        data: bytes | None = await self._link.wait("GET", keys.card(card_id))  # large: not between other commands
+        return data
 
     async def read_queue(self) -> QueueDepth:
         num_sequences, num_tokens = await self._link.call("HMGET", keys.QUEUE, "sequences", "tokens")

@@ -292,7 +292,7 @@ end
 
 local function forget_worker(worker)
   redis.call('HDEL', WORKERS, 'hello:' .. worker, 'beat:' .. worker, 'steps:' .. worker, 'held:' .. worker,
-      'suspect:' .. worker)
+      'suspect:' .. worker, 'card:' .. worker)
   redis.call('DEL', INBOX .. worker)
   local claims = redis.call('HGETALL', DEVICES)
   for i = 1, #claims, 2 do

@@ -302,8 +302,9 @@ HELLO = script(
     lua.RECORDS,
     lua.WORKER_GONE,
     """
-local worker, name, hello = ARGV[1], ARGV[2], ARGV[3]
+local worker, name, hello, card = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 redis.call('HSET', WORKERS, 'hello:' .. worker, hello)
+if card ~= '' then redis.call('HSET', WORKERS, 'card:' .. worker, card) end
 redis.call('HSETNX', WORKERS, 'beat:' .. worker, 0)
 for _, field in ipairs(redis.call('HKEYS', WORKERS)) do
   local other = string.match(field, '^hello:(.*)$')
@@ -436,6 +437,33 @@ return free
 )
 """`name` is the worker's id without its random part: a claim by an earlier start of the same name that never came to
 say hello is free. Other claims go with their worker (requeue, bye)."""
+
+USE_CARD = script(
+    f"local CARDS, CARD, SPARE_CARDS = '{keys.CARDS}', '{keys.card('')}', {keys.SPARE_CARDS}",
+    """
+local card, data = ARGV[1], ARGV[2]
+write_when_full()
+if data then redis.call('SET', CARD .. card, data, 'NX') end
+if redis.call('EXISTS', CARD .. card) == 0 then return 0 end
+local latest = redis.call('ZREVRANGE', CARDS, 0, 0, 'WITHSCORES')
+redis.call('ZADD', CARDS, (tonumber(latest[2]) or 0) + 1, card)
+
+local is_named, num_spare = {}, 0
+local fields = redis.call('HGETALL', WORKERS)
+for i = 1, #fields, 2 do
+  if string.sub(fields[i], 1, 5) == 'card:' then is_named[fields[i + 1]] = true end
+end
+for _, other in ipairs(redis.call('ZREVRANGE', CARDS, 0, -1)) do
+  if not is_named[other] then num_spare = num_spare + 1 end
+  if not is_named[other] and num_spare > SPARE_CARDS then
+    redis.call('DEL', CARD .. other)
+    redis.call('ZREM', CARDS, other)
+  end
+end
+return 1
+""",
+)
+"""With a second argument, the card's data, it is stored first unless it is there."""
 
 PREFIX_KEY = script(
     f"local PREFIX_KEY = '{keys.PREFIX_KEY}'",

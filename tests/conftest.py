@@ -88,6 +88,9 @@ async def find_leaks(link: Any, *, may_leave_live: bool = False) -> list[str]:
         elif kind == "inbox" and rest:
             if not await link.call("HEXISTS", keys.WORKERS, f"hello:{rest}"):
                 leaks.append(f"{name} of a worker that is gone")
+        elif kind == "card" and rest:
+            if await link.call("ZSCORE", keys.CARDS, rest) is None:
+                leaks.append(f"{name} is not in {keys.CARDS}")
         elif name not in keys.STANDING_KEYS:
             leaks.append(f"{name} is not declared")
     counts = [] if live else [keys.LIVE_TOKENS, keys.QUEUE, keys.IN_FLIGHT]

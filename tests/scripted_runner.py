@@ -16,6 +16,7 @@ from gpu_worker.engine.batch_plan import DrawnToken
 from gpu_worker.engine.chunks import BatchPlan, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.engine.swap import BlockCopy
+from gpu_worker.lora.modules import AdapterSource
 from shared.log import Logprobs
 from shared.messages import SamplingParams
 
@@ -43,11 +44,13 @@ class ScriptedRunner:
     """
 
     fingerprint = "scripted"
+    quantization = "none"
     max_model_len = 256
     dtype = "float32"
     device = "cpu"
     key_cost = 0.0
     host_memory: ScriptedHostMemory | None = None
+    adapter_source: AdapterSource | None = None
 
     def __init__(
         self, num_blocks: int = 64, block_size: int = 16, *, poison: int | None = None, is_gated: bool = False,

@@ -23,11 +23,18 @@ MAY_IMPORT = {
 ONLY_IN = {
     "redis": ("shared/redis_",),
     "hiredis": ("shared/redis_connection.py",),
-    "aiohttp": ("gateway/", "quire/bench/"),
-    "torch": ("gpu_worker/", "kernels/", "quire/bench/random_model.py", "quire/bench/gpu", "quire/smollm2.py"),
+    "aiohttp": ("gateway/", "quire/bench/", "quire/api/connection.py"),
+    "torch": (
+        "gpu_worker/",
+        "kernels/",
+        "quire/bench/random_model.py",
+        "quire/bench/random_adapter.py",
+        "quire/bench/gpu",
+        "quire/smollm2.py",
+    ),
     "docker": ("autoscaler/docker_containers.py",),
     "pickle": (),
-    "transformers": (),
+    "transformers": ("gpu_worker/model/transformers_",),
 }
 PURE = ("scheduler_svc/policy/", "gpu_worker/engine/")
 NOT_IN_PURE = {"asyncio", "time", "random", "redis", "hiredis", "secrets", "threading"}

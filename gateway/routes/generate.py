@@ -1,4 +1,4 @@
-"""POST /v1/completions, POST /v1/chat/completions, GET /v1/streams/{id}: everything that gives tokens."""
+"""POST /v1/completions, /v1/chat/completions and /v1/embeddings, GET /v1/streams/{id}: all that workers compute."""
 
 from __future__ import annotations
 
@@ -23,9 +23,14 @@ async def post_chat(request: web.Request) -> web.StreamResponse:
     return await _generate(request, "chat")
 
 
+async def post_embedding(request: web.Request) -> web.StreamResponse:
+    """A vector for each input."""
+    return await _generate(request, "embedding")
+
+
 async def get_stream(request: web.Request) -> web.StreamResponse:
     """A stream again, from the event after `Last-Event-ID`; by any gateway, for the tenant that began it. What
-    `best_of` chooses from cannot be streamed: its answer comes whole."""
+    `best_of` chooses from cannot be streamed, nor can embeddings: their answer comes whole."""
     gateway, started = request.app[GATEWAY], time.monotonic()
     gateway.drain.check()
     after = last_event_id(request)
@@ -33,7 +38,8 @@ async def get_stream(request: web.Request) -> web.StreamResponse:
         delivery = await join(gateway, request.match_info["request_id"], request[TENANT])
         watch = ResponseWatch(gateway.metrics, delivery.request_id, is_counted=False, started=started)
         exchange = Exchange(gateway=gateway, request=request, delivery=delivery, watch=watch, ignored=[], after=after)
-        return await exchange.respond(is_stream=delivery.body.num_returned is None)
+        is_stream = delivery.body.num_returned is None and delivery.body.kind != "embedding"
+        return await exchange.respond(is_stream=is_stream)
 
 
 async def _generate(request: web.Request, kind: str) -> web.StreamResponse:
@@ -43,7 +49,8 @@ async def _generate(request: web.Request, kind: str) -> web.StreamResponse:
     key, after = idempotency_key(request), last_event_id(request)
     with gateway.drain.tracked():
         async with body_of(request) as data:
-            intake, worker = await gateway.desk.take(kind, data, gateway.health)
+            taken = gateway.embeddings.take(data) if kind == "embedding" else gateway.desk.take(kind, data)
+            intake, worker = await taken
         request[REQUEST_ID] = intake.request_id
         sent = await submit(gateway, intake, worker=worker, tenant=request[TENANT], idempotency_key=key)
         delivery = sent.delivery

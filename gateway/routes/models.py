@@ -1,36 +1,41 @@
-"""GET /v1/models, POST /tokenize, POST /detokenize: what can be asked of the model without generating."""
+"""GET /v1/models, POST /tokenize, POST /detokenize: what can be asked of a model without generating."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from gateway.directory import ModelDirectory
 from gateway.openai import DetokenizeBody, TokenizeBody, parse_body, parse_json
 from gateway.prompt import read_messages
 from gateway.routes.body import body_of
+from gateway.served_model import ServedModel
 from gateway.state import GATEWAY, Gateway
 from shared.errors import InvalidRequest
 
 
 async def get_models(request: web.Request) -> web.Response:
-    """The names under which the model is served."""
+    """The names under which models are served."""
     gateway = request.app[GATEWAY]
-    return web.json_response({"object": "list", "data": [_card(gateway, name) for name in gateway.model_names]})
+    cards = [_card(gateway, served) for served in gateway.directory.list_served()]
+    return web.json_response({"object": "list", "data": cards})
 
 
 async def get_model(request: web.Request) -> web.Response:
     """One of them."""
     gateway = request.app[GATEWAY]
-    return web.json_response(_card(gateway, gateway.desk.check_model(request.match_info["model"])))
+    return web.json_response(_card(gateway, gateway.directory.find(request.match_info["model"])))
 
 
 async def post_tokenize(request: web.Request) -> web.Response:
     """Token ids of a text, or of messages through the chat template."""
     gateway = request.app[GATEWAY]
     async with body_of(request) as data:
-        ids, strings = await gateway.desk.in_pool(lambda: _tokenize(gateway, data))
-    answer = {"count": len(ids), "max_model_len": _max_model_len(gateway), "tokens": ids, "token_strs": strings}
+        served, ids, strings = await gateway.desk.in_pool(lambda: _tokenize(gateway.directory, data))
+    max_model_len = gateway.directory.max_model_len(served)
+    answer = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings}
     return web.json_response(answer)
 
 
@@ -38,47 +43,44 @@ async def post_detokenize(request: web.Request) -> web.Response:
     """Text of token ids, control tokens included."""
     gateway = request.app[GATEWAY]
     async with body_of(request) as data:
-        return web.json_response({"prompt": await gateway.desk.in_pool(lambda: _detokenize(gateway, data))})
+        text, strings = await gateway.desk.in_pool(lambda: _detokenize(gateway.directory, data))
+    return web.json_response({"prompt": text} | ({} if strings is None else {"token_strs": strings}))
 
 
-def _tokenize(gateway: Gateway, data: bytes) -> tuple[list[int], list[str] | None]:
+def _tokenize(directory: ModelDirectory, data: bytes) -> tuple[ServedModel, list[int], list[str] | None]:
     body, _ = parse_body(parse_json(data), TokenizeBody)
-    gateway.desk.check_model(body.model)
+    served = directory.find(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt: give either prompt or messages", param="prompt")
-    encoder = gateway.desk.encoder
+    encoder = served.text.encoder
     if body.prompt is None:
         ids = encoder.encode_chat(read_messages(body.messages))
     else:
         ids = encoder.encode_text(body.prompt, adds_special_tokens=body.add_special_tokens is not False)
-    strings = [gateway.token_text.token_name(id_) for id_ in ids] if body.return_token_strs else None
-    return list(ids), strings
+    strings = [served.text.token_text.token_name(id_) for id_ in ids] if body.return_token_strs else None
+    return served, list(ids), strings
 
 
-def _detokenize(gateway: Gateway, data: bytes) -> str:
+def _detokenize(directory: ModelDirectory, data: bytes) -> tuple[str, list[str] | None]:
     body, _ = parse_body(parse_json(data), DetokenizeBody)
-    gateway.desk.check_model(body.model)
+    text = directory.find(body.model).text
     if body.tokens == []:
-        return ""
+        return "", [] if body.return_token_strs else None
     if not isinstance(body.tokens, list) or set(map(type, body.tokens)) != {int}:
         raise InvalidRequest("tokens: must be a list of token ids", param="tokens")
-    gateway.desk.encoder.check_ids(body.tokens, "tokens")
-    return str(gateway.folder.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    text.encoder.check_ids(body.tokens, "tokens")
+    strings = [text.token_text.token_name(id_) for id_ in body.tokens] if body.return_token_strs else None
+    return str(text.folder.tokenizer.decode(body.tokens, skip_special_tokens=False)), strings
 
 
-def _card(gateway: Gateway, name: str) -> dict[str, Any]:
+def _card(gateway: Gateway, served: ServedModel) -> dict[str, Any]:
     return {
-        "id": name,
+        "id": served.name,
         "object": "model",
         "created": gateway.started_at,
         "owned_by": "quire",
-        "root": gateway.folder.name,
-        "parent": None,
-        "max_model_len": _max_model_len(gateway),
+        "root": served.text.folder.name if served.adapter is None else Path(served.adapter.path).name,
+        "parent": None if served.adapter is None else served.adapter.model,
+        "max_model_len": gateway.directory.max_model_len(served),
+        "default_sampling_params": served.text.folder.defaults,
     }
-
-
-def _max_model_len(gateway: Gateway) -> int:
-    worker = gateway.health.serving()
-    own = gateway.desk.max_model_len
-    return own if worker is None else min(own, worker.max_model_len)

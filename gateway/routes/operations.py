@@ -18,7 +18,7 @@ async def get_health(_: web.Request) -> web.Response:
 
 async def get_ready(request: web.Request) -> web.Response:
     """Whether tokens can be produced; 503 with the reasons if not."""
-    reasons = request.app[GATEWAY].health.why_not_ready()
+    reasons = request.app[GATEWAY].directory.why_not_ready()
     if not reasons:
         return web.json_response({"status": "ready"})
     return web.json_response({"status": "not ready", "reasons": reasons}, status=503, headers={"Retry-After": "1"})

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
+from gpu_worker.engine.adapter_limit import AdapterLimit
 from gpu_worker.engine.chunks import BatchPlan, PlannedChunk, cut
 from gpu_worker.engine.drafter import Drafter
 from gpu_worker.engine.kv_window import KvWindow
@@ -24,10 +25,12 @@ from shared.preemption import MAX_PLANS_ASIDE
 
 @dataclass(frozen=True, slots=True)
 class DrawnToken:
-    """A token that a sampling chunk gave; `logprobs` when its request asked for them."""
+    """A token that a sampling chunk gave; `logprobs` when its request asked for them, `embedding` when it did for that,
+    and then the token means nothing."""
 
     token_id: int
     logprobs: Logprobs | None = None
+    embedding: bytes = b""
 
 
 class ModelRunner(Protocol):
@@ -96,8 +99,9 @@ class BatchPlanner:
       With `reserved_tokens` each gets blocks of its own for as many at once.
     * Who is *set aside* for others does the same, but does not take its place again at once: it waits until one that
       runs has left, nobody runs, or `MAX_PLANS_ASIDE` plans were made.
-    * Nobody overtakes in the waiting queue. An admission leaves a free block for each sequence that runs already:
-      else the newcomer would be the next one evicted, again and again.
+    * Nobody overtakes in the waiting queue, but for one that waits for its adapter alone (`adapter_limit.py`). An
+      admission leaves a free block for each sequence that runs already: else the newcomer would be the next one
+      evicted, again and again.
     * A sequence that `is_alone` is planned alone, whatever it takes to make room; the others pause.
 
     A plan looks at the front of the waiting queue only: its cost does not grow with the queue or with the pool.
@@ -109,6 +113,7 @@ class BatchPlanner:
         drafter: gives sequences that decode a draft; None: there is no speculation.
         swap: where blocks of those who give way are kept.
         window: what a sequence needs of its blocks.
+        max_adapters: most different ones that run at once (`adapter_limit.py`).
     """
 
     def __init__(
@@ -126,6 +131,7 @@ class BatchPlanner:
         forget: Callable[[Sequence], None],
         drafter: Drafter | None = None,
         window: KvWindow,
+        max_adapters: int = 0,
     ) -> None:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
@@ -139,6 +145,7 @@ class BatchPlanner:
         self._pool = cache.pool
         self._forget = forget
         self._window = window
+        self._adapters = AdapterLimit(max_adapters)
         self._drafter = drafter
         self._budget = max_num_batched_tokens
         self._is_chunking = is_chunking
@@ -259,6 +266,7 @@ class BatchPlanner:
         assert all(s.num_freed_blocks <= self._window.first_block(s.num_computed) for s in self.running)
         assert not any(s.block_ids or s.num_freed_blocks or s.num_computed or s.writer for s in self.waiting)
         self._swap.check_integrity(self.waiting)
+        self._adapters.check(self.running)
         assert self._aside.keys() <= set(self.waiting)
         assert self._alone == {s for s in chain(self.running, self.waiting) if s.is_alone}
 
@@ -342,16 +350,17 @@ class BatchPlanner:
                 return
 
     def _admit_first(self) -> Sequence | None:
-        """Admit the first that waits, if there is room."""
+        """Admit the first that waits, if there is room; if that lacks room for its adapter alone, perhaps another."""
         if len(self.running) >= self._max_running or self._is_aside(self.waiting[0]):
             return None
-        if self._cache.is_being_computed(self.waiting[0], self.running):
+        first = self._adapters.first(self.waiting, self.running)
+        if first is None or self._is_aside(first) or self._cache.is_being_computed(first, self.running):
             return None
-        hit = self._find(self.waiting[0])
+        hit = self._find(first)
         left = 0 if self._reserved_tokens else len(self.running)
-        if self._wanted(self.waiting[0], hit) + left > self._pool.num_free:
+        if self._wanted(first, hit) + left > self._pool.num_free:
             return None
-        return self._admit(self.waiting[0], hit)
+        return self._admit(first, hit)
 
     def _is_aside(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence still leaves its place to others."""
@@ -375,7 +384,8 @@ class BatchPlanner:
             return
         while True:
             hit = self._find(sequence)
-            if len(self.running) < self._max_running and self._wanted(sequence, hit) <= self._pool.num_free:
+            is_joining = len(self.running) < self._max_running and self._adapters.has_room(sequence, self.running)
+            if is_joining and self._wanted(sequence, hit) <= self._pool.num_free:
                 break
             self.evict(self.running[-1])
         self._admit(sequence, hit)

@@ -59,7 +59,7 @@ class EngineBroken(QuireError):
 
 class NewEntries(NamedTuple):
     """What one choice gained in a step: a token entry, more of them when a draft was right, and a finish entry behind
-    them when it ended (`finish`)."""
+    them when it ended (`finish`); an embedding is a finish entry alone."""
 
     request_id: RequestId
     attempt: int
@@ -111,6 +111,7 @@ class Engine:
         host_memory: where blocks of those who give way may be kept; None: they compute again. Neither for a static
             batch, reserved memory nor a window.
         preemption_mode: of `shared/preemption.py`.
+        max_adapters: most different adapters in one step; 0: no sequence has one.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class Engine:
         window: int = 0,
         host_memory: HostMemory | None = None,
         preemption_mode: str = "auto",
+        max_adapters: int = 0,
     ) -> None:
         assert host_memory is None or not (is_static or reserved_tokens or window), "not where blocks are kept or freed"
         self._runner, self._clock, self._max_model_len = runner, clock, max_model_len
@@ -156,9 +158,8 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             forget=runner.forget,
-            drafter=self._drafter,
-            window=kept,
-        )
+            drafter=self._drafter, window=kept, max_adapters=max_adapters,
+        )  # fmt: skip
         self._held: dict[RequestId, list[Sequence]] = {}
         self._has_anyone_left = False
         self._num_steps = self._num_preempted = self._num_failures_in_a_row = 0
@@ -243,6 +244,8 @@ class Engine:
         self._num_steps += 1
         try:
             drawn = self._finish(step)
+        except EngineBroken:
+            raise
         except Exception as error:
             work = share_out(step.plan, self._cost, self._seconds_since(step))
             return replace(self._survive(step.plan, error), work=work)
@@ -386,6 +389,9 @@ class Engine:
             self._num_prompt_tokens += sequence.num_prompt_tokens
         if sequence.is_alone:
             self._unite(sequence.request_id)
+        if sequence.is_pooled:
+            self._remove(sequence)
+            return sequence, tokens[:1], "stop"
         finish, num_gained = "", 0
         for token in tokens:
             sequence.token_ids.append(token.token_id)
@@ -439,6 +445,9 @@ class Engine:
 
 def _to_entries(gain: _Gain) -> NewEntries:
     sequence, tokens, finish = gain
+    if sequence.is_pooled:
+        ended = FinishEntry(sequence.choice, finish, tokens[0].embedding)
+        return NewEntries(sequence.request_id, sequence.attempt, sequence.choice, (ended,), finish)
     num_cached = sequence.num_cached or 0
     entries: tuple[LogEntry, ...] = tuple(
         TokenEntry(sequence.choice, t.token_id, t.logprobs, 0 if sequence.num_output > len(tokens) or i else num_cached)

@@ -7,6 +7,7 @@ reaches the end of the known tokens, the step draws one more.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -32,22 +33,27 @@ class Sequence:
         token_ids: prompt and the output logged so far (a re-dispatched sequence goes on behind it); copied.
         num_prompt_tokens: how many of them are the client's prompt; output positions are counted from there.
         priority, rank: standing order; the highest is evicted first.
+        is_pooled: wants an embedding: it draws no token, and ends when its last one is computed.
         is_alone: suspected of killing workers: plans hold nothing else until it has gained a token.
         cache_scope: whose prefixes it may find and be found by; see `prefix_cache.py`, which owns the attributes
             `prefix_names` to `num_awaited`: names of its full blocks; how many of them are entered; how many are
             computed for certain; how many it found when it was admitted; how many tokens of its prompt those were at
             first, None before; whom it waits for, until that one has computed `num_awaited` tokens.
 
+        adapter: what it runs with, equal to another's if that is the same; None: the model as it is.
+
     The first `num_freed_blocks` of `block_ids` are its own no more (`kv_window.py`).
     """
 
     __slots__ = (
+        "adapter",
         "attempt",
         "block_ids",
         "cache_scope",
         "choice",
         "draft_state",
         "is_alone",
+        "is_pooled",
         "num_awaited",
         "num_cached",
         "num_computed",
@@ -77,9 +83,11 @@ class Sequence:
         token_ids: list[int],
         num_prompt_tokens: int,
         sampling: SamplingParams,
+        is_pooled: bool = False,
         is_alone: bool = False,
         priority: int = 0,
         cache_scope: tuple[str, ...] = (),
+        adapter: Hashable | None = None,
     ) -> None:
         self.request_id = request_id
         self.attempt = attempt
@@ -89,6 +97,7 @@ class Sequence:
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = num_prompt_tokens
         self.sampling = sampling
+        self.is_pooled = is_pooled
         self.is_alone = is_alone
         self.status = SequenceStatus.WAITING
         self.num_computed = 0
@@ -97,6 +106,7 @@ class Sequence:
         self.sampling_row: int | None = None
         self.draft_state: DraftState | None = None
         self.cache_scope = cache_scope
+        self.adapter = adapter
         self.prefix_names: list[bytes] = []
         self.num_entered = 0
         self.num_settled = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,23 +11,22 @@ from gpu_worker.engine.chunks import BatchPlan, PlannedChunk
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.engine.swap import HostMemory
 from gpu_worker.model.config import CheckpointConfig
-from gpu_worker.model.cpu_kernels import load_cpu_decoder, open_pool
+from gpu_worker.model.decoders import LoadedDecoder, Placement, load_decoder
 from gpu_worker.model.families import read_config
 from gpu_worker.model.graphs import CardCapture, DecodeGraphs, graph_sizes
 from gpu_worker.model.host_memory import NUM_STAGED, CardHostMemory, CpuHostMemory, CudaStreams
 from gpu_worker.model.inputs import StepCapacity, StepInputs
 from gpu_worker.model.kv_layout import KV_DTYPES, KvCache, KvGroup, KvLayout
 from gpu_worker.model.kv_memory import KvNeed, KvSize, cpu_default_bytes, cuda_bytes, size_host, size_kv
-from gpu_worker.model.llama import Llama, load_llama
-from gpu_worker.model.loader import Checkpoint, fingerprint
-from gpu_worker.model.quantization import QUANTIZATIONS
+from gpu_worker.model.llama import Llama
+from gpu_worker.model.loader import fingerprint
 from gpu_worker.model.runner import Decoder, DecoderRunner, ModelCard
+from gpu_worker.model.split import WHOLE, Split
 from gpu_worker.model.vocabulary import tokenizer_size
-from gpu_worker.model.weights import ignored_weights
 from gpu_worker.model.windows import shared_window, without_idle_windows
+from gpu_worker.quant.scheme import refuse_other_quantization
 from gpu_worker.sampling.sampler import Sampler
 from kernels.cpu.choose import Chooser
-from kernels.cpu.program import Pool
 from shared.capacity import resident_tokens
 from shared.config import EngineConfig, WorkerConfig
 from shared.errors import ConfigError, shorten
@@ -38,62 +37,104 @@ from shared.messages import SamplingParams
 _log = get_log("runner")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What computes steps: of a worker of several ranks, each has its own."""
+
+    decoder: LoadedDecoder
+    cache: KvCache
+    inputs: StepInputs
+    host_memory: HostMemory | None
+    size: KvSize
+    card: ModelCard
+
+
 def load_runner(config: WorkerConfig) -> DecoderRunner:
     """The runner that `config` asks for, its weights loaded and its KV cache made. Sets torch's thread count.
 
     Raises:
         ConfigError: the model folder, a flag or the memory does not allow it.
     """
+    if config.engine.tensor_parallel_size > 1:
+        raise ConfigError(f"--tensor-parallel-size={config.engine.tensor_parallel_size}: only workers have several "
+                          "ranks; this command computes in one process: leave it out")  # fmt: skip
+    return make_runner(load_parts(config), config.engine)
+
+
+def make_runner(parts: Parts, engine: EngineConfig) -> DecoderRunner:
+    """A runner over `parts`."""
+    decoder, capacity = parts.decoder, parts.inputs.capacity
+    return DecoderRunner(
+        decoder.model,
+        parts.cache,
+        inputs=parts.inputs,
+        sampler=Sampler(
+            vocab_size=parts.card.vocab_size,
+            max_num_seqs=engine.max_num_seqs,
+            device=parts.cache.device,
+            chooser=None if decoder.pool is None else Chooser(decoder.pool, capacity.max_wanted),
+        ),
+        card=parts.card,
+        graphs=_capture(parts, engine),
+        host_memory=parts.host_memory,
+        adapters=decoder.adapters,
+    )
+
+
+def load_parts(config: WorkerConfig, split: Split = WHOLE) -> Parts:
+    """What computes the steps of a worker, or a rank's part of them. Sets torch's thread count.
+
+    Raises:
+        ConfigError: the model folder, a flag or the memory does not allow it.
+    """
     engine = config.engine
-    if engine.num_threads is not None:
-        torch.set_num_threads(engine.num_threads)
-    folder, device = Path(config.model.model), _device(engine.device)
-    checkpoint_config, model_len = _read_config(folder, config.model.max_model_len)
-    dtype_name = _dtype_name(config.model.dtype, checkpoint_config)
+    if engine.num_threads is not None or split.size > 1:
+        torch.set_num_threads(engine.num_threads or max(1, torch.get_num_threads() // split.size))
+    folder, device = Path(config.model.model), find_device(engine.device)
+    checkpoint_config, model_len = _read_config(folder, config)
+    refuse_other_quantization(config.model.quantization, checkpoint_config.scheme, device.type)
+    dtype_name, engine = _widen_half(_dtype_name(config.model.dtype, checkpoint_config), engine, device)
     dtype: torch.dtype = getattr(torch, dtype_name)
-    layout = _layout(checkpoint_config, engine, dtype)
-    pool = open_pool(config, checkpoint_config, layout, dtype) if device.type == "cpu" else None
-    model: Decoder
-    if pool is not None:
-        layout = replace(layout, is_packed=True)
-        model = load_cpu_decoder(checkpoint_config, config, layout, pool, dtype=dtype, model_len=model_len)
-    else:
-        model = _load_model(checkpoint_config, config, dtype=dtype, device=device, model_len=model_len)
+    layout = _layout(split.own(checkpoint_config), engine, dtype)
+    placement = Placement(dtype=dtype, device=device, model_len=model_len, split=split)
+    decoder = load_decoder(checkpoint_config, config, layout, placement)
+    layout = decoder.layout
     window = shared_window(checkpoint_config) or 0
-    size = _size_kv(_need(config, layout, window, model_len), config, model, device)
-    arithmetic = _arithmetic(config, dtype_name, layout.dtype, pool) + _rope_choice(checkpoint_config, model_len)
+    size = _size_kv(_need(config, layout, window, model_len), config, decoder.model, placement)
+    vocab_size = _vocab_size(config, checkpoint_config)
+    arithmetic = _arithmetic(config, dtype_name, layout.dtype, decoder.way) + _rope_choice(checkpoint_config, model_len)
     card = ModelCard(
-        fingerprint=fingerprint(folder, arithmetic),
-        vocab_size=min(checkpoint_config.vocab_size, tokenizer_size(folder) or checkpoint_config.vocab_size),
+        fingerprint=fingerprint(folder, f"{arithmetic} {vocab_size} ids"),
+        vocab_size=vocab_size,
         max_model_len=size.max_model_len,
         dtype=dtype_name,
         device=device.type,
         key_cost=_key_cost(checkpoint_config),
         window=window,
+        quantization=config.model.quantization if checkpoint_config.scheme is None else checkpoint_config.scheme.method,
     )
-    capacity = _capacity(config, size.max_model_len)
-    cache, inputs = layout.allocate(size.num_blocks, device), StepInputs(capacity, device)
-    return DecoderRunner(
-        model,
-        cache,
-        inputs=inputs,
-        sampler=Sampler(
-            vocab_size=card.vocab_size,
-            max_num_seqs=engine.max_num_seqs,
-            device=device,
-            chooser=None if pool is None else Chooser(pool, capacity.max_wanted),
-        ),
+    cache = layout.allocate(size.num_blocks, device)
+    return Parts(
+        decoder=decoder,
+        cache=cache,
+        inputs=StepInputs(_capacity(config, size.max_model_len), device),
+        host_memory=_host_memory(layout, cache, engine),
+        size=size,
         card=card,
-        graphs=_capture(model, cache, inputs, size, engine) if isinstance(model, Llama) else None,
-        host_memory=_host_memory(layout, cache, engine.swap_bytes),
     )
 
 
-def _read_config(folder: Path, wanted_len: int | None) -> tuple[CheckpointConfig, int]:
+def _read_config(folder: Path, config: WorkerConfig) -> tuple[CheckpointConfig, int]:
     """The checkpoint's config, with the windows that count for texts of the second, the longest one in tokens."""
-    config = read_config(folder)
-    model_len = _model_len(wanted_len, config)
-    return without_idle_windows(config, model_len), model_len
+    found = read_config(folder, config.model.model_impl)
+    model_len = _model_len(config.model.max_model_len, found)
+    return without_idle_windows(found, model_len), model_len
+
+
+def _vocab_size(config: WorkerConfig, checkpoint_config: CheckpointConfig) -> int:
+    """Ids that may be drawn: those of the model's rows that the tokenizer has a token for."""
+    known = tokenizer_size(config.model.files().path("tokenizer.json"))
+    return checkpoint_config.vocab_size if known is None else min(checkpoint_config.vocab_size, known)
 
 
 def _need(config: WorkerConfig, layout: KvLayout, window: int, model_len: int) -> KvNeed:
@@ -108,6 +149,7 @@ def _need(config: WorkerConfig, layout: KvLayout, window: int, model_len: int) -
         model_len=model_len,
         max_num_seqs=engine.max_num_seqs,
         num_resident=resident_tokens(kept, engine.step_tokens(model_len)),
+        num_ranks=engine.tensor_parallel_size,
     )
 
 
@@ -123,22 +165,26 @@ def _layout(config: CheckpointConfig, engine: EngineConfig, dtype: torch.dtype) 
     )
 
 
-def _host_memory(layout: KvLayout, cache: KvCache, swap_bytes: int) -> HostMemory | None:
-    """`--swap-space`; None: there is none."""
-    if not swap_bytes:
+def _host_memory(layout: KvLayout, cache: KvCache, engine: EngineConfig) -> HostMemory | None:
+    """`--swap-space`, this rank's part of it; None: there is none."""
+    if not engine.swap_bytes:
         return None
-    is_card, cache_bytes = cache.device.type == "cuda", cache.num_blocks * cache.block_bytes
-    num_blocks = size_host(swap_bytes, layout, cache_bytes=0 if is_card else cache_bytes)
+    is_card, num_ranks = cache.device.type == "cuda", engine.tensor_parallel_size
+    cache_bytes = 0 if is_card else cache.num_blocks * cache.block_bytes * num_ranks
+    num_blocks = size_host(engine.swap_bytes, layout, cache_bytes=cache_bytes, num_ranks=num_ranks)
     host = layout.allocate_host(num_blocks, is_pinned=is_card)
     _log.info("swap.sized", tokens=num_blocks * layout.block_size, blocks=num_blocks, mib=host.nbytes / 2**20)
     return CardHostMemory(cache, host, CudaStreams()) if is_card else CpuHostMemory(cache, host)
 
 
-def _capture(
-    model: Llama, cache: KvCache, inputs: StepInputs, size: KvSize, engine: EngineConfig
-) -> DecodeGraphs | None:
+def _capture(parts: Parts, engine: EngineConfig) -> DecodeGraphs | None:
     """The graphs of all decode steps that are not too large; None where there are no graphs or none are wanted."""
+    model, cache, inputs, size = parts.decoder.model, parts.cache, parts.inputs, parts.size
     if cache.device.type != "cuda" or engine.enforce_eager:
+        return None
+    if not isinstance(model, Llama):
+        why = "several ranks compute a step" if engine.tensor_parallel_size > 1 else f"{parts.decoder.way} computes it"
+        _log.info("graphs.off", why=why)
         return None
     if not model.has_fixed_shapes:
         _log.info("graphs.off", why="how many rows each expert gets is known to the card only")
@@ -154,7 +200,8 @@ def _capture(
         )
 
 
-def _device(wanted: str) -> torch.device:
+def find_device(wanted: str) -> torch.device:
+    """What `--device` stands for here. Raises `ConfigError`."""
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -166,7 +213,27 @@ def _dtype_name(wanted: str, config: CheckpointConfig) -> str:
     name = config.dtype if wanted == "auto" else wanted
     if name not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"the checkpoint's dtype {shorten(name)} is not supported; choose one with --dtype")
+    if wanted == "auto" and name == "float16" and config.scheme is not None:  # of which the CPU kernels have none
+        _log.warning("dtype.chosen", dtype="bfloat16", why="a quantized checkpoint of float16 on a CPU")
+        return "bfloat16"
     return name
+
+
+def _widen_half(dtype_name: str, engine: EngineConfig, device: torch.device) -> tuple[str, EngineConfig]:
+    """On a CPU both with float32 in place of float16, which it hardly computes with; a warning if either had it.
+    float32 holds each float16 number exactly, bfloat16 cuts three bits off its fraction."""
+    if device.type != "cpu":
+        return dtype_name, engine
+    asked = {}
+    if dtype_name == "float16":
+        asked["dtype"], dtype_name = dtype_name, "float32"
+    if KV_DTYPES.get(engine.kv_cache_dtype) is torch.float16:
+        asked["kv_cache_dtype"], engine = engine.kv_cache_dtype, replace(engine, kv_cache_dtype="float32")
+    if asked:
+        _log.warning(
+            "half.widened", **asked, instead="float32", why="CPUs compute it faster, and it holds the same numbers"
+        )
+    return dtype_name, engine
 
 
 def _model_len(wanted: int | None, config: CheckpointConfig) -> int:
@@ -184,27 +251,11 @@ def _rope_choice(config: CheckpointConfig, model_len: int) -> str:
     return "".join(f" rope {choice}" for choice in choices)
 
 
-def _load_model(
-    checkpoint_config: CheckpointConfig, config: WorkerConfig, *, dtype: torch.dtype, device: torch.device,
-    model_len: int,
-) -> Llama:  # fmt: skip
-    if checkpoint_config.attention_softcap is not None and device.type != "cpu":
-        family = checkpoint_config.architecture
-        raise ConfigError(f"--device=cuda: {family} softcaps attention's scores, which is built for --device=cpu only")
-    if config.model.quantization != "none" and device.type != "cpu":
-        raise ConfigError(f"--quantization={config.model.quantization} is for --device=cpu in this version")
-    checkpoint = Checkpoint(Path(config.model.model), dtype=dtype, device=device)
-    quantization = QUANTIZATIONS[config.model.quantization]
-    with torch.inference_mode():
-        model = load_llama(checkpoint_config, checkpoint, model_len, device, quantization)
-    checkpoint.close(ignored=ignored_weights(checkpoint_config))
-    return model
-
-
-def _arithmetic(config: WorkerConfig, dtype: str, kv_dtype: torch.dtype, pool: Pool | None) -> str:
-    """A name that is the same where results are."""
-    way = "torch" if pool is None else f"cpu kernels {pool.isa.value}"
-    return f"{dtype} {config.model.quantization} {way} kv {str(kv_dtype).removeprefix('torch.')}"
+def _arithmetic(config: WorkerConfig, dtype: str, kv_dtype: torch.dtype, way: str) -> str:
+    """A name that is the same where results are, of requests with adapters, too: only some workers have them."""
+    adapted = " adapters" if config.engine.enable_lora else ""
+    ranks = "" if (size := config.engine.tensor_parallel_size) == 1 else f" ranks {size}"
+    return f"{dtype} {config.model.quantization} {way} kv {str(kv_dtype).removeprefix('torch.')}{adapted}{ranks}"
 
 
 def _key_cost(config: CheckpointConfig) -> float:
@@ -228,30 +279,33 @@ def _capacity(config: WorkerConfig, max_model_len: int) -> StepCapacity:
         max_wanted=min(engine.max_num_seqs * num_draws, max(engine.max_num_seqs, max_tokens)),
         max_blocks=-(-max_model_len // engine.block_size),
         block_size=engine.block_size,
+        max_loras=engine.max_loras if engine.enable_lora else 0,
     )
 
 
-def _size_kv(need: KvNeed, config: WorkerConfig, model: Decoder, device: torch.device) -> KvSize:
+def _size_kv(need: KvNeed, config: WorkerConfig, model: Decoder, placement: Placement) -> KvSize:
+    """The size of the cache, the same on all ranks: what the one with the least memory has room for."""
+    device, split = placement.device, placement.split
     explicit = config.engine.kv_cache_memory_bytes
     if explicit is not None:
         available = explicit
     elif device.type == "cuda":
-        assert isinstance(model, Llama)
         available = cuda_bytes(config.engine.gpu_memory_utilization, _profile(need, config, model, device), device)
         available -= 2 * NUM_STAGED * need.layout.block_bytes if config.engine.swap_bytes else 0
+        available = split.size * split.least(available)
     else:
-        available = cpu_default_bytes()
+        available = split.least(cpu_default_bytes(config.engine.memory_shares))
     size = size_kv(need, available, is_explicit=explicit is not None)
     if size.max_model_len < need.model_len:
         _log.warning("context.lowered", max_model_len=size.max_model_len,
                      model_allows=need.model_len, remedy="--kv-cache-memory-bytes")  # fmt: skip
     _log.info("cache.sized", tokens=size.num_tokens, blocks=size.num_blocks, block_size=size.block_size,
-             mib=size.num_blocks * need.layout.block_bytes / 2**20, max_model_len=size.max_model_len,
+             mib=size.num_blocks * need.block_bytes / 2**20, max_model_len=size.max_model_len,
              full_length_requests=size.num_full_requests)  # fmt: skip
     return size
 
 
-def _profile(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.device) -> int:
+def _profile(need: KvNeed, config: WorkerConfig, model: Decoder, device: torch.device) -> int:
     """The most CUDA memory that a step of full size takes beside the KV cache, weights included; bytes."""
     tokens, block_size = min(config.engine.step_tokens(need.model_len), need.model_len), config.engine.block_size
     num_blocks = -(-tokens // block_size)
@@ -269,11 +323,11 @@ def _profile(need: KvNeed, config: WorkerConfig, model: Llama, device: torch.dev
     inputs = StepInputs(capacity, device)
     inputs.fill(BatchPlan((PlannedChunk(sequence, 0, tokens, is_sampling=True),)))
     inputs.send()
+    inputs.wanted_rows = torch.arange(tokens, device=device)[-capacity.max_wanted :]
     cache = need.layout.allocate(num_blocks, device)
     torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():
-        hidden = model.forward(inputs, cache)
-        model.logits(hidden[-capacity.max_wanted :])
+        model.start_logits(inputs, cache)()
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
     return peak - num_blocks * need.layout.block_bytes

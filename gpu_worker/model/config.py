@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from gpu_worker.model.config_reader import ConfigReader
 from gpu_worker.model.rope import Rope, read_rope
+from gpu_worker.quant.scheme import Scheme, read_scheme
 from shared.errors import shorten
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -56,6 +57,8 @@ class CheckpointConfig:
         experts: of each layer, None: it is dense. Empty: all are.
         has_qk_norm: each head of queries and of keys is normed before it is turned.
         is_fused: queries, keys and values are one tensor of the checkpoint, gate and up another.
+        scheme: how linears are quantized; None: they are floats.
+        is_foreign: the code of `transformers` computes it, which knows what is not said here.
     """
 
     architecture: str
@@ -85,6 +88,8 @@ class CheckpointConfig:
     logit_softcap: float | None = None
     experts: tuple[Experts | None, ...] = ()
     is_fused: bool = False
+    scheme: Scheme | None = None
+    is_foreign: bool = False
 
     @property
     def distinct_ropes(self) -> tuple[Rope, ...]:
@@ -99,7 +104,7 @@ class CheckpointConfig:
     @property
     def longest_len(self) -> int:
         """Tokens that `--max-model-len` may ask for: stretched ropes reach further than `max_position`."""
-        return max(self.max_position, *(rope.longest_len for rope in self.ropes))
+        return max([self.max_position, *(rope.longest_len for rope in self.ropes)])
 
 
 def read_decoder(
@@ -114,8 +119,6 @@ def read_decoder(
     Raises:
         ConfigError: a bad or missing value, or something this version does not support.
     """
-    if reader.get("quantization_config") is not None:
-        reader.fail("quantization_config", "quantized checkpoints are not supported in this version")
     act_key, act = activation
     if reader.get(act_key) not in (None, act):
         reader.fail(act_key, f"only {act} is supported")
@@ -146,6 +149,7 @@ def read_decoder(
         dtype=str(reader.get("dtype") or reader.get("torch_dtype") or "float32").removeprefix("torch."),
         windows=(None,) * num_layers,
         ropes=(rope,) * num_layers,
+        scheme=read_scheme(reader),
     )
 
 

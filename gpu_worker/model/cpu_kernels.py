@@ -33,23 +33,18 @@ MIN_KEPT_BYTES = 64 << 20
 _log = get_log("cpu_kernels")
 
 
-def open_pool(
-    config: WorkerConfig, checkpoint_config: CheckpointConfig, layout: KvLayout, dtype: torch.dtype
-) -> Pool | None:
+def open_pool(config: WorkerConfig, checkpoint_config: CheckpointConfig, layout: KvLayout) -> Pool | None:
     """Threads for the CPU kernels; None where torch computes.
-
-    Args:
-        dtype: of the model.
 
     Raises:
         ConfigError: `--cpu-kernels=on` or a `--cpu-isa`, and this machine or model does not allow them.
     """
     wanted, isa = config.engine.cpu_kernels, config.engine.cpu_isa
-    if wanted == "off":
+    if wanted == "off" or (checkpoint_config.is_foreign and (wanted, isa) == ("auto", "auto")):
         return None
     try:
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise CpuKernelsUnavailable(f"a model of {dtype}; the CPU kernels have bfloat16 and float32")
+        if (num_ranks := config.engine.tensor_parallel_size) > 1:
+            raise CpuKernelsUnavailable(f"--tensor-parallel-size={num_ranks}; the CPU kernels are for one rank")
         _refuse_what_torch_must(checkpoint_config)
         layout.kv_shape  # noqa: B018 - raises for what the kernels don't have
         library = _load_best(config) if isa == "auto" else load_library(_cache_folder(config), Isa(isa), _announce)
@@ -66,12 +61,8 @@ def open_pool(
 def _refuse_what_torch_must(config: CheckpointConfig) -> None:
     """Raise `CpuKernelsUnavailable` for a model that the CPU kernels do not compute."""
     lacks = {
-        "experts": any(config.experts),
-        f"gates of {config.gate}": config.gate != "silu",
-        "norms behind attention": config.has_post_norms,
-        "scaled embeddings": config.embedding_scale != 1.0,
+        "the code of transformers": config.is_foreign,
         "softcaps": config.attention_softcap is not None or config.logit_softcap is not None,
-        "layers with another rotary embedding": len(config.distinct_ropes) > 1,
     }
     if any(lacks.values()):
         wanted = ", ".join(name for name, is_wanted in lacks.items() if is_wanted)
@@ -110,8 +101,10 @@ def load_cpu_decoder(
     """
     with torch.inference_mode():
         weights = _load_weights(checkpoint_config, config, dtype)
-        (rope,) = checkpoint_config.distinct_ropes
-        cos_sin = rotary_table(rope, checkpoint_config.head_size, model_len, torch.device("cpu"))
+        cos_sin = [
+            rotary_table(rope, checkpoint_config.head_size, model_len, torch.device("cpu"))
+            for rope in checkpoint_config.distinct_ropes
+        ]
     return CpuDecoder(checkpoint_config, weights, pool, cos_sin=cos_sin, kv=layout.kv_shape, dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""The model families that are supported: which architecture's config is read by which file."""
+"""The models that are supported: which architecture's config is read by which file, and who computes it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from gpu_worker.model.phi3 import read_phi3
 from gpu_worker.model.qwen2 import read_qwen2
 from gpu_worker.model.qwen3 import read_qwen3
 from gpu_worker.model.qwen3_moe import read_qwen3_moe
-from shared.errors import ConfigError, shorten
+from gpu_worker.model.transformers_config import WHITELIST, read_transformers, refuse_architecture
+from shared.errors import ConfigError
 
 FAMILIES: dict[str, Callable[[ConfigReader], CheckpointConfig]] = {
     "Gemma2ForCausalLM": read_gemma2,
@@ -31,8 +32,11 @@ FAMILIES: dict[str, Callable[[ConfigReader], CheckpointConfig]] = {
 }
 
 
-def read_config(folder: Path) -> CheckpointConfig:
+def read_config(folder: Path, implementation: str = "auto") -> CheckpointConfig:
     """The config of the checkpoint in `folder`.
+
+    Args:
+        implementation: what `--model-impl` says.
 
     Raises:
         ConfigError: no config.json, a bad or missing value, or something this version does not support.
@@ -41,8 +45,11 @@ def read_config(folder: Path) -> CheckpointConfig:
     names = reader.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         reader.fail("architectures", "must name one architecture")
-    read = FAMILIES.get(names[0])
-    if read is None:
-        shown, supported = shorten(names[0]), ", ".join(FAMILIES)
-        raise ConfigError(f"{reader.path}: architecture {shown} is not supported; supported: {supported}")
-    return read(reader)
+    name = names[0]
+    if name in FAMILIES and implementation != "transformers":
+        return FAMILIES[name](reader)
+    if name not in WHITELIST:
+        refuse_architecture(reader, name, tuple(FAMILIES))
+    if implementation == "quire":
+        raise ConfigError(f"--model-impl=quire: there is no family file for {name}; use auto or transformers")
+    return read_transformers(reader, name)

@@ -21,20 +21,25 @@ import torch
 from torch import Tensor
 
 from gpu_worker.engine.chunks import BatchPlan, PlannedChunk
+from gpu_worker.model.adapter_inputs import Slots, adapter_arrays
+from kernels.lora_matmul import AdapterRows, most_groups
 from kernels.paged_attention import BatchExtent, PagedBatch
 
 PADDING_SLOT = -1
+_FLAT = ("token_ids", "positions", "slots", "wanted_rows", "query_starts", "context_lens")
+"""The arrays that `pack` puts one behind another, in front of the block tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCapacity:
-    """The largest step there can be. `max_wanted`: rows whose logits are wanted."""
+    """The largest step there can be. `max_wanted`: rows whose logits are wanted; `max_loras`: adapters."""
 
     max_tokens: int
     max_sequences: int
     max_wanted: int
     max_blocks: int
     block_size: int
+    max_loras: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,11 @@ class _Buffer:
         self._count = count
         return self._device[:count]
 
+    @property
+    def held(self) -> npt.NDArray[np.int64]:
+        """What was written."""
+        return self.array[: self._count]
+
     def send(self) -> None:
         """Queue the copy of what was written: see the module."""
         self._device[: self._count].copy_(self._host[: self._count], non_blocking=True)
@@ -95,6 +105,8 @@ class StepInputs:
     Attributes after `fill`, with their contents on the device after `send`:
         token_ids, positions, slots: [rows] int64; slot −1: padding.
         batch: query starts, context lengths and block tables of the chunks.
+        adapters: groups of the rows that have one; None: none has. num_groups, num_wanted_groups: how many there are of
+            all rows, and of the wanted ones.
         capacity: as given. wanted_rows: [wanted] int64, rows whose logits are wanted, in plan order: of each sampling
             chunk that of its last known token and those of its draft.
 
@@ -118,8 +130,11 @@ class StepInputs:
             ("wanted_starts", (sequences + 1,), torch.int32),
             ("context_lens", (sequences,), torch.int32),
             ("block_tables", (sequences, capacity.max_blocks), torch.int32),
+            *_group_buffers(capacity),
         ):
             self._buffers[name] = _Buffer(shape, dtype, device, None if twin is None else twin._buffers[name])
+        self.adapters: AdapterRows | None = None
+        self.num_groups = self.num_wanted_groups = 0
         self._sent = None if device.type == "cpu" else torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._row_numbers = np.arange(max(tokens, sequences) + 1, dtype=np.int64)
         # For each row of the block tables: the list of blocks it was filled from, and how many. Sequences only append
@@ -135,9 +150,9 @@ class StepInputs:
         """Another set, to be filled while a step computes from this one."""
         return StepInputs(self.capacity, self._device, self)
 
-    def fill(self, plan: BatchPlan, padding: Padding | None = None) -> None:
+    def fill(self, plan: BatchPlan, padding: Padding | None = None, adapters: Slots | None = None) -> None:
         """Take over `plan`, which with `padding` holds one-row chunks only. A plan beyond the capacity is an error of
-        ours."""
+        ours. `adapters`: their slots."""
         assert plan.num_tokens <= self.capacity.max_tokens, "more tokens than max_num_batched_tokens"
         assert len(plan.chunks) <= self.capacity.max_sequences, "more sequences than max_num_seqs"
         if self._sent is not None:
@@ -155,6 +170,8 @@ class StepInputs:
             end_rows, owners = lengths.cumsum(), np.repeat(self._row_numbers[: len(chunks)], lengths)
             positions = self._row_numbers[:num_rows] + np.repeat(context_lens - end_rows, lengths)
         added = 0 if padding is None else padding.num_sequences - num_rows
+        if self.capacity.max_loras:
+            self._fill_groups(plan, adapters or {}, None if padding is None else padding.num_sequences)
         self._fill_tables(chunks)
         blocks, offsets = np.divmod(positions, block_size)
         slots = buffers["block_tables"].array[owners, blocks] * np.int64(block_size) + offsets
@@ -186,6 +203,37 @@ class StepInputs:
                 token_ids[row] = chunk.sequence.token_ids[chunk.start]
             row += chunk.num_rows
 
+    def pack(self) -> npt.NDArray[np.int64]:
+        """What was filled in, without padding, as numbers that `unpack` of another rank's inputs takes: the lengths of
+        the arrays and the width of the block tables, then these."""
+        arrays = [self._buffers[name].held for name in _FLAT]
+        tables = self._buffers["block_tables"].held
+        width = -(-int(self._buffers["context_lens"].held.max()) // self.capacity.block_size)
+        sizes = np.array([*map(len, arrays), width], dtype=np.int64)
+        return np.concatenate((sizes, *arrays, tables[:, :width].ravel()))
+
+    def unpack(self, numbers: npt.NDArray[np.int64]) -> None:
+        """Take over what another rank's inputs hold, and have the model read it."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        num_sizes = len(_FLAT) + 1
+        *lengths, width = numbers[:num_sizes].tolist()
+        *pieces, tables = np.split(numbers[num_sizes:], np.cumsum(lengths))
+        arrays = {name: self._buffers[name].put(piece) for name, piece in zip(_FLAT, pieces, strict=True)}
+        starts, context_lens = pieces[-2:]
+        block_tables = self._buffers["block_tables"]
+        block_tables.array[: len(context_lens), :width] = tables.reshape(len(context_lens), width)
+        self.token_ids, self.positions, self.slots = arrays["token_ids"], arrays["positions"], arrays["slots"]
+        self.wanted_rows = arrays["wanted_rows"]
+        self.batch = PagedBatch(
+            arrays["query_starts"],
+            arrays["context_lens"],
+            block_tables.hold(len(context_lens)),
+            self.capacity.block_size,
+            self._extent(starts[1:], context_lens),
+        )
+        self.send()
+
     def send(self) -> None:
         """Have the model read what was filled in."""
         if self._sent is not None:
@@ -209,6 +257,24 @@ class StepInputs:
                 count = num_blocks
             written[row] = (block_ids, count)
 
+    def _fill_groups(self, plan: BatchPlan, slots: Slots, padded_rows: int | None) -> None:
+        """Group the rows that have an adapter; with `padded_rows` there are as many groups as a step of so many rows
+        may have, those behind without rows."""
+        self.adapters, self.num_groups, self.num_wanted_groups = None, 0, 0
+        if not slots and padded_rows is None:
+            return
+        buffers, tensors = self._buffers, []
+        for name, values in adapter_arrays(plan, slots):
+            if padded_rows is not None and not name.startswith("wanted"):
+                size = {"group_rows": padded_rows, "group_slots": most_groups(padded_rows, self.capacity.max_loras)}
+                most = size.get(name, size["group_slots"] + 1)
+                last = int(values[-1]) if name == "group_starts" else 0
+                tensors.append(buffers[name].put(values, padding=most - len(values), filler=last))
+            else:
+                tensors.append(buffers[name].put(values))
+        self.num_groups, self.num_wanted_groups = len(tensors[2]), len(tensors[5])
+        self.adapters = AdapterRows(tensors[0], tensors[1], tensors[2]) if self.num_groups else None
+
     def _extent(self, end_rows: npt.NDArray[np.int64], context_lens: npt.NDArray[np.int64]) -> BatchExtent | None:
         """How large the step is; only launches on a GPU ask for it."""
         if self._device.type != "cuda":
@@ -221,6 +287,16 @@ class StepInputs:
             max_context=int(context_lens.max()),
             total_context=int(context_lens.sum()),
         )
+
+
+def _group_buffers(capacity: StepCapacity) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Of groups of rows and of wanted rows, where there are adapters."""
+    buffers: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+    for prefix, rows in (("", capacity.max_tokens), ("wanted_", capacity.max_wanted)) if capacity.max_loras else ():
+        groups = most_groups(max(rows, capacity.max_sequences), capacity.max_loras)
+        sizes = {"group_rows": max(rows, capacity.max_sequences), "group_starts": groups + 1, "group_slots": groups}
+        buffers += [(prefix + name, (size,), torch.int32) for name, size in sizes.items()]
+    return buffers
 
 
 def _step_tokens(chunks: tuple[PlannedChunk, ...]) -> list[int]:

@@ -18,13 +18,20 @@ CPU_DEFAULT_MAX_BYTES = 4 << 30
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvNeed:
     """What the cache is for. `wanted_len` is the user's `--max-model-len`, None if not given; `model_len` the most that
-    the checkpoint allows. `num_resident`: tokens of a sequence that are in blocks at once, 0: all."""
+    the checkpoint allows. `num_resident`: tokens of a sequence that are in blocks at once, 0: all. `num_ranks`: each
+    has its part of a block, of `layout`."""
 
     layout: KvLayout
     wanted_len: int | None
     model_len: int
     max_num_seqs: int
     num_resident: int = 0
+    num_ranks: int = 1
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block on all ranks."""
+        return self.num_ranks * self.layout.block_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +54,7 @@ class KvSize:
 
 
 def size_kv(need: KvNeed, available_bytes: int, *, is_explicit: bool) -> KvSize:
-    """The cache that fits into `available_bytes`.
+    """The cache that fits into `available_bytes`, those of all ranks.
 
     An explicit size (`--kv-cache-memory-bytes`) is used in full. Otherwise no more blocks are made than `max_num_seqs`
     requests of full length can hold. If one request of the model's full length does not fit and the user did not ask
@@ -56,7 +63,7 @@ def size_kv(need: KvNeed, available_bytes: int, *, is_explicit: bool) -> KvSize:
     Raises:
         ConfigError: not one block, or not one request of the length the user asked for, fits.
     """
-    block_size, block_bytes = need.layout.block_size, need.layout.block_bytes
+    block_size, block_bytes = need.layout.block_size, need.block_bytes
     num_blocks = available_bytes // block_bytes
     if num_blocks < 1:
         raise ConfigError(
@@ -80,11 +87,12 @@ def size_kv(need: KvNeed, available_bytes: int, *, is_explicit: bool) -> KvSize:
     )
 
 
-def size_host(swap_bytes: int, layout: KvLayout, *, cache_bytes: int) -> int:
-    """How many blocks `--swap-space` holds.
+def size_host(swap_bytes: int, layout: KvLayout, *, cache_bytes: int, num_ranks: int = 1) -> int:
+    """How many blocks `--swap-space` holds, each rank its part of them.
 
     Args:
-        cache_bytes: of free memory, those that the KV cache will take.
+        layout: of one rank.
+        cache_bytes: of free memory, those that the KV cache will take, of all ranks.
 
     Raises:
         ConfigError: none, or the memory is not there.
@@ -95,17 +103,18 @@ def size_host(swap_bytes: int, layout: KvLayout, *, cache_bytes: int) -> int:
             f"--swap-space={swap_bytes / 2**30:g}: beside the KV cache {free / 2**30:.2f} GiB of memory are free; "
             "lower it"
         )
-    if swap_bytes < layout.block_bytes:
+    block_bytes = layout.block_bytes * num_ranks
+    if swap_bytes < block_bytes:
         raise ConfigError(
-            f"--swap-space={swap_bytes / 2**30:g}: {swap_bytes} bytes hold no block of {layout.block_bytes} bytes "
+            f"--swap-space={swap_bytes / 2**30:g}: {swap_bytes} bytes hold no block of {block_bytes} bytes "
             f"({layout.block_size} tokens); raise it, or set 0 for none"
         )
-    return swap_bytes // layout.block_bytes
+    return swap_bytes // block_bytes
 
 
-def cpu_default_bytes() -> int:
-    """A quarter of free memory, at most 4 GiB."""
-    return min(int(free_host_bytes() * CPU_DEFAULT_SHARE), CPU_DEFAULT_MAX_BYTES)
+def cpu_default_bytes(num_shares: int = 1) -> int:
+    """One of `num_shares` parts of a quarter of free memory, at most 4 GiB."""
+    return min(int(free_host_bytes() * CPU_DEFAULT_SHARE / num_shares), CPU_DEFAULT_MAX_BYTES)
 
 
 def cuda_bytes(utilization: float, peak_bytes: int, device: torch.device) -> int:

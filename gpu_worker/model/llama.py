@@ -3,25 +3,27 @@ another family has beside that is a switch of `CheckpointConfig`, which its own 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_worker.model.config import CheckpointConfig, read_decoder, refuse_windows
 from gpu_worker.model.config_reader import ConfigReader
-from gpu_worker.model.experts import ExpertMlp
+from gpu_worker.model.experts import ExpertMlp, GroupedExperts, LoopedExperts
 from gpu_worker.model.inputs import StepInputs
 from gpu_worker.model.kv_layout import KvCache
-from gpu_worker.model.layers import Attention, GatedMlp, HeadNorms, Linear, RmsNorm, StepContext
+from gpu_worker.model.layers import ActiveRows, Attention, GatedMlp, HeadNorms, Linear, RmsNorm, StepContext
 from gpu_worker.model.loader import Checkpoint
 from gpu_worker.model.quantization import QUANTIZATIONS, Quantization
 from gpu_worker.model.rope import rotary_table
-from gpu_worker.model.weights import LayerWeights, MlpWeights, read_layer, read_outer
+from gpu_worker.model.split import WHOLE, Split, Vocabulary
+from gpu_worker.model.weights import LayerWeights, MlpWeights, Projection, read_layer, read_outer
+from gpu_worker.quant.rows import join
 from kernels.kv_write import WriteSlots
+from kernels.launch import uses_triton
+from kernels.lora_matmul import LoraWeight
 from kernels.rotary import take_turns
 from kernels.softcap import softcap
 
@@ -56,9 +58,14 @@ class DecoderLayer:
         self._attention, self._mlp, self._norms = attention, mlp, norms
 
     @property
-    def has_experts(self) -> bool:
-        """Whether its feed-forward layer is one of experts."""
-        return isinstance(self._mlp, ExpertMlp)
+    def has_fixed_shapes(self) -> bool:
+        """Whether its launches depend on the number of rows only."""
+        return not isinstance(self._mlp, ExpertMlp) or self._mlp.has_fixed_shapes
+
+    @property
+    def projections(self) -> dict[str, Linear]:
+        """Those that each row goes through, by name: not the experts'."""
+        return self._attention.projections | ({} if isinstance(self._mlp, ExpertMlp) else self._mlp.projections)
 
     def __call__(self, x: Tensor | None, residual: Tensor, step: StepContext) -> Tensor:
         """This block's last addend [rows, hidden]; `residual` takes in `x` (the block before's) and ours but that."""
@@ -82,32 +89,40 @@ class Llama:
     """A decoder with its embedding and output projection.
 
     Args:
-        embedding: [vocab, hidden]. head: hidden → vocab.
+        vocabulary: of which `embedding` [ids, hidden] and `head`, hidden → ids, are this rank's part.
         scales: of embeddings and logits.
         cos_sin: of each of the model's ropes, [positions, head_size] float32, from `rotary_table`.
     """
 
     def __init__(
         self, embedding: Tensor, layers: list[DecoderLayer], *, norm: RmsNorm, head: Linear, scales: OuterScales,
-        cos_sin: Sequence[Tensor],
+        cos_sin: Sequence[Tensor], vocabulary: Vocabulary,
     ) -> None:  # fmt: skip
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
-        self._scales, self._cos_sin = scales, cos_sin
+        self._scales, self._cos_sin, self._vocabulary = scales, cos_sin, vocabulary
+        self._active = ActiveRows()
+        self._wanted_hidden: Tensor | None = None
+
+    def adapt(self, weights: Mapping[tuple[int, str], LoraWeight]) -> None:
+        """From now on let `weights`, by layer and projection, add what a step's adapters give."""
+        for (layer, name), weight in weights.items():
+            self._layers[layer].projections[name].adapt(weight, self._active)
 
     @property
     def has_fixed_shapes(self) -> bool:
-        """Whether a step's launches depend on its sizes only, so that they can be captured; not so with experts."""
-        return not any(layer.has_experts for layer in self._layers)
+        """Whether a step's launches depend on its sizes only, so that they can be captured."""
+        return all(layer.has_fixed_shapes for layer in self._layers)
 
     def forward(self, inputs: StepInputs, cache: KvCache) -> Tensor:
         """Normed hidden states [rows, hidden] of the step's tokens; writes their keys and values into `cache`."""
+        self._active.rows = inputs.adapters
         step = StepContext(
             turns=[take_turns(cos_sin, inputs.positions) for cos_sin in self._cos_sin],
             slots=WriteSlots(inputs.slots, inputs.batch.block_size),
             batch=inputs.batch,
             cache=cache,
         )
-        residual = F.embedding(inputs.token_ids, self._embedding)
+        residual = self._vocabulary.look_up(inputs.token_ids, self._embedding)
         if self._scales.embedding != 1.0:
             residual *= self._scales.embedding
         x: Tensor | None = None
@@ -133,15 +148,22 @@ class Llama:
         return _find_best(wait(), vocab_size).tolist
 
     def _compute_logits(self, inputs: StepInputs, cache: KvCache) -> Tensor:
-        return self.logits(self.forward(inputs, cache)[inputs.wanted_rows])
+        self._wanted_hidden = self.forward(inputs, cache)[inputs.wanted_rows]
+        return self.logits(self._wanted_hidden)
+
+    def read_hidden(self, rows: list[int]) -> Tensor:
+        """Normed hidden states [rows, hidden] float32, on the CPU, of these of the wanted rows of the step that is
+        over."""
+        assert self._wanted_hidden is not None, "no step was computed"
+        return self._wanted_hidden[rows].float().cpu()
 
     def profile(self) -> dict[str, float]:
         """Nothing: torch's ops are not timed."""
         return {}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] → [rows, vocab] float32."""
-        logits, cap = self._head(hidden).float(), self._scales.logit_softcap
+        """[rows, hidden] → [rows, vocab] float32; of several ranks, on the first."""
+        logits, cap = self._vocabulary.join(self._head(hidden)).float(), self._scales.logit_softcap
         return logits if cap is None else softcap(logits, cap)
 
 
@@ -151,12 +173,14 @@ def load_llama(
     max_model_len: int,
     device: torch.device,
     quantization: Quantization = QUANTIZATIONS["none"],
+    *,
+    split: Split = WHOLE,
 ) -> Llama:
-    """The model of `config` with its weights from `checkpoint`."""
-    outer = read_outer(config, checkpoint)
+    """The model of `config`, or this rank's part of it, with its weights from `checkpoint`."""
+    outer, own = read_outer(config, checkpoint, split), split.own(config)
     head = Linear(outer.head, kind=quantization.outer)
     layers = [
-        _make_layer(config, read_layer(config, checkpoint, layer), layer, quantization.body)
+        _make_layer(own, read_layer(config, checkpoint, layer, split), layer, quantization.body, split)
         for layer in range(config.num_layers)
     ]
     return Llama(
@@ -166,6 +190,7 @@ def load_llama(
         head=head,
         scales=OuterScales(float(outer.embedding.new_tensor(config.embedding_scale)), config.logit_softcap),
         cos_sin=[rotary_table(rope, config.head_size, max_model_len, device) for rope in config.distinct_ropes],
+        vocabulary=Vocabulary(config.vocab_size, split),
     )
 
 
@@ -173,33 +198,57 @@ def _find_best(logits: Tensor, vocab_size: int) -> Tensor:
     return logits[:, :vocab_size].argmax(dim=-1)
 
 
-def _make_layer(config: CheckpointConfig, weights: LayerWeights, layer: int, kind: str) -> DecoderLayer:
+def _make_layer(config: CheckpointConfig, weights: LayerWeights, layer: int, kind: str, split: Split) -> DecoderLayer:
     attention = Attention(
         config,
         layer,
         qkv=Linear(weights.qkv.weight, weights.qkv.bias, kind),
-        output=Linear(weights.output.weight, weights.output.bias, kind),
+        output=Linear(weights.output.weight, weights.output.bias, kind, split.add_up),
         head_norms=_make_head_norms(config, weights),
     )
     return DecoderLayer(
         attention,
-        _make_feed_forward(config, weights, layer, kind),
+        _make_feed_forward(config, weights, layer, kind, split),
         _make_norms(config, weights),
     )
 
 
-def _make_feed_forward(config: CheckpointConfig, weights: LayerWeights, layer: int, kind: str) -> GatedMlp | ExpertMlp:
-    mlps = [_make_mlp(mlp, config.gate, kind) for mlp in weights.mlp]
+def _make_feed_forward(
+    config: CheckpointConfig, weights: LayerWeights, layer: int, kind: str, split: Split
+) -> GatedMlp | ExpertMlp:
     experts = config.experts[layer] if config.experts else None
     if experts is None or weights.router is None:
-        return mlps[0]
-    return ExpertMlp(experts, Linear(weights.router.weight), mlps)
+        return _make_mlp(weights.mlp[0], config.gate, kind, split.add_up)
+    router, router_weight = Linear(weights.router.weight), weights.router.weight
+    is_on_card = isinstance(router_weight, Tensor) and uses_triton(router_weight)
+    if is_on_card and config.gate == "silu" and kind == "none" and config.scheme is None:
+        return ExpertMlp(experts, router, group_experts(weights.mlp), split.add_up)
+    looped = LoopedExperts([_make_mlp(mlp, config.gate, kind) for mlp in weights.mlp])
+    return ExpertMlp(experts, router, looped, split.add_up)
 
 
-def _make_mlp(weights: MlpWeights, gate_kind: str, kind: str) -> GatedMlp:
+def group_experts(mlps: Sequence[MlpWeights]) -> GroupedExperts:
+    """The experts of a layer, which have no biases, with their weights below one another."""
+    gates, ups, downs = ([_floats(getattr(mlp, part)) for mlp in mlps] for part in ("gate", "up", "down"))
+    size, hidden = gates[0].shape
+    gate_up = gates[0].new_empty((len(mlps), 2 * size, hidden))
+    for weight, gate, up in zip(gate_up, gates, ups, strict=True):
+        torch.cat((gate, up), out=weight)
+    return GroupedExperts(gate_up, torch.stack(downs))
+
+
+def _floats(projection: Projection) -> Tensor:
+    assert isinstance(projection.weight, Tensor)
+    return projection.weight
+
+
+def _make_mlp(
+    weights: MlpWeights, gate_kind: str, kind: str, add_up: Callable[[Tensor], Tensor] | None = None
+) -> GatedMlp:
     gate, up, down = weights.gate, weights.up, weights.down
-    gate_up = Linear(_join(gate.weight, up.weight), _join(gate.bias, up.bias), kind)
-    return GatedMlp(gate_up, Linear(down.weight, down.bias, kind), gate_kind)
+    bias = None if gate.bias is None or up.bias is None else torch.cat((gate.bias, up.bias))
+    gate_up = Linear(join(gate.weight, up.weight), bias, kind)
+    return GatedMlp(gate_up, Linear(down.weight, down.bias, kind, add_up), gate_kind)
 
 
 def _make_norms(config: CheckpointConfig, weights: LayerWeights) -> LayerNorms:
@@ -215,11 +264,3 @@ def _make_head_norms(config: CheckpointConfig, weights: LayerWeights) -> HeadNor
     if weights.query_norm is None or weights.key_norm is None:
         return None
     return HeadNorms(*(RmsNorm(weight, config.rms_norm_eps) for weight in (weights.query_norm, weights.key_norm)))
-
-
-@overload
-def _join(first: Tensor, second: Tensor) -> Tensor: ...
-@overload
-def _join(first: Tensor | None, second: Tensor | None) -> Tensor | None: ...
-def _join(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    return None if first is None or second is None else torch.cat((first, second))

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +26,18 @@ _log = get_log("loader")
 _INDEX = "model.safetensors.index.json"
 _SAMPLE_BYTES = 1 << 16
 _NUM_SAMPLES = 16
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class Part(NamedTuple):
+    """What of a tensor is read: these rows, below one another; of each, these columns, None: all."""
+
+    rows: tuple[range, ...]
+    columns: range | None = None
+
+    def is_whole(self, shape: tuple[int, ...]) -> bool:
+        """Whether that is all of a tensor of `shape`."""
+        return self.rows == (range(shape[0]),) and self.columns in (None, range(shape[-1]))
 
 
 class Checkpoint:
@@ -57,26 +70,57 @@ class Checkpoint:
             raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
         self._files |= dict.fromkeys(file.keys(), file)
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, part: Part | None = None
+    ) -> Tensor:
         """The tensor `name`, converted to `dtype` (the checkpoint's if None) and moved.
+
+        Args:
+            shape: of the whole tensor. part: of it, all that is read; None: the whole.
 
         Raises:
             ConfigError: it is missing, has another shape, or is no float tensor.
         """
-        if name not in self._files:
-            raise ConfigError(f"{self._folder}: the weights hold no tensor {name}")
-        tensor: Tensor = self._files[name].get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ConfigError(f"{self._folder}: {name} is {list(tensor.shape)}, config.json asks for {list(shape)}")
-        if not tensor.is_floating_point():
-            raise ConfigError(f"{self._folder}: {name} is {tensor.dtype}; quantized weights are not supported")
-        self._taken.add(name)
-        self._report_progress()
+        tensor = self.take_stored(name, shape, part)
+        if tensor.dtype not in _FLOATS:
+            raise ConfigError(
+                f"{self._folder}: {name} is {tensor.dtype}, and config.json does not say how it is quantized"
+            )
         return tensor.to(device=self._device, dtype=dtype or self._dtype)
 
-    def take_joined(self, names: list[str], shapes: list[tuple[int, ...]]) -> Tensor:
-        """Several tensors below one another."""
-        return torch.cat([self.take(name, shape) for name, shape in zip(names, shapes, strict=True)])
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors there are."""
+        return frozenset(self._files)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor `name`."""
+        return name in self._files
+
+    def take_stored(self, name: str, shape: tuple[int, ...] | None = None, part: Part | None = None) -> Tensor:
+        """The tensor `name`, or `part` of it, as the file has it, of any shape if `shape` is None.
+
+        Raises:
+            ConfigError: it is missing, or has another shape.
+        """
+        if name not in self._files:
+            raise ConfigError(f"{self._folder}: the weights hold no tensor {name}")
+        stored = self._files[name].get_slice(name)
+        if shape is not None and tuple(stored.get_shape()) != shape:
+            raise ConfigError(f"{self._folder}: {name} is {stored.get_shape()}, config.json asks for {list(shape)}")
+        if part is None or part.is_whole(tuple(stored.get_shape())):
+            tensor: Tensor = self._files[name].get_tensor(name)
+        else:
+            tensor = _read_part(stored, part)
+        self._taken.add(name)
+        self._report_progress()
+        return tensor
+
+    def take_joined(self, names: list[str], shapes: list[tuple[int, ...]], parts: list[Part] | None = None) -> Tensor:
+        """Several tensors, or a part of each, below one another."""
+        wanted: Sequence[Part | None] = parts or [None] * len(names)
+        tensors = [self.take(name, shape, None, part) for name, shape, part in zip(names, shapes, wanted, strict=True)]
+        return torch.cat(tensors)
 
     def close(self, ignored: tuple[str, ...] = ()) -> None:
         """Close the files.
@@ -99,6 +143,13 @@ class Checkpoint:
             _log.info("weights.loading", tensors=f"{len(self._taken)}/{len(self._files)}")
 
 
+def _read_part(stored: Any, part: Part) -> Tensor:
+    """`part` of a tensor in a safetensors file."""
+    columns = () if part.columns is None else (slice(part.columns.start, part.columns.stop),)
+    pieces = [stored[(slice(rows.start, rows.stop), *columns)] for rows in part.rows]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder, sorted.
 
@@ -118,7 +169,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     others = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
-    hint = f" (found {', '.join(others)}: convert it to safetensors)" if others else ""
+    hint = f" (found {', '.join(others)}, but opening such a file could run code: convert it)" if others else ""
     raise ConfigError(f"{folder} holds no model.safetensors{hint}")
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gpu_worker.quant.scheme import METHODS
 from kernels.quantized_linear import QuantizedWeight, quantize_int4, quantize_int8
 from shared.errors import ConfigError
 
@@ -26,7 +27,8 @@ QUANTIZATIONS = {
     "none": Quantization(body="none", outer="none"),
     "int8": Quantization(body="int8", outer="int8"),
     "int4": Quantization(body="int4", outer="int8"),
-}
+} | dict.fromkeys(METHODS, Quantization(body="none", outer="none"))
+"""By `--quantization`; a checkpoint's own method leaves its floats as they are."""
 
 
 def quantize(weight: Tensor, kind: str) -> QuantizedWeight:

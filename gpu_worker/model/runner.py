@@ -18,11 +18,14 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from gpu_worker.engine.batch_plan import DrawnToken
 from gpu_worker.engine.chunks import BatchPlan
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.engine.swap import HostMemory
+from gpu_worker.lora.adapter import AdapterStore
+from gpu_worker.lora.loaded import LoadedAdapters
 from gpu_worker.model.graphs import DecodeGraphs
 from gpu_worker.model.inputs import Padding, StepInputs
 from gpu_worker.model.kv_layout import KvCache
@@ -36,7 +39,7 @@ _Result = TypeVar("_Result")
 class ModelCard:
     """What a worker tells others about its model. `vocab_size` counts ids that have a token; `key_cost` is the
     arithmetic of one (query, key) pair as a share of a token's in the linears; `window` the tokens that a query sees at
-    most, 0: all."""
+    most, 0: all; `quantization` how its weights are, the checkpoint's own way or one chosen at load."""
 
     fingerprint: str
     vocab_size: int
@@ -45,10 +48,12 @@ class ModelCard:
     device: str
     key_cost: float
     window: int = 0
+    quantization: str = "none"
 
 
 class Decoder(Protocol):
-    """A way of computing the model: torch's ops (`llama.py`) or the CPU kernels (`cpu_decoder.py`).
+    """A way of computing the model: torch's ops (`llama.py`), the CPU kernels (`cpu_decoder.py`) or the code of another
+    package (`transformers_decoder.py`).
 
     A step is started and then waited for, one at a time; `inputs` and `cache` stay as they are until then."""
 
@@ -60,6 +65,11 @@ class Decoder(Protocol):
     def start_best(self, inputs: StepInputs, cache: KvCache, vocab_size: int) -> Callable[[], list[int]]:
         """Begin a step that writes its KV into `cache`. The result waits for it: the likeliest of the first
         `vocab_size` ids for each wanted row, the lowest on a tie."""
+        ...
+
+    def read_hidden(self, rows: list[int]) -> torch.Tensor:
+        """Normed hidden states [rows, hidden] float32, on the CPU, of these of the wanted rows of the step that is
+        over."""
         ...
 
     def profile(self) -> dict[str, float]:
@@ -83,19 +93,29 @@ class DecoderRunner:
     Args:
         inputs: one of the two sets; the other is made here.
         graphs: decode steps recorded for a GPU; None: none are.
+        adapters: what sequences may run with; None: the model alone.
         host_memory: for blocks of `cache`; the engine has them copied.
     """
 
     def __init__(self, model: Decoder, cache: KvCache, *, inputs: StepInputs, sampler: Sampler, card: ModelCard,
-                 graphs: DecodeGraphs | None = None, host_memory: HostMemory | None = None) -> None:  # fmt: skip
+                 graphs: DecodeGraphs | None = None, host_memory: HostMemory | None = None,
+                 adapters: LoadedAdapters | None = None) -> None:  # fmt: skip
         self._graphs = graphs
         self._model, self._cache, self._inputs, self._sampler = model, cache, inputs, sampler
         self._spare = inputs.twin()
         self._prepared: _Filled | None = None
         self._finish: Callable[[], list[DrawnToken]] | None = None
+        self._pooled: list[int] = []
+        """Which of the step's draws are to give an embedding."""
         self._times = PartTimes()
         self.card = card
+        self.adapters = adapters
         self.host_memory = host_memory
+
+    @property
+    def adapter_source(self) -> AdapterStore | None:
+        """Where adapters come from; None: there are none."""
+        return None if self.adapters is None else self.adapters.store
 
     @property
     def num_blocks(self) -> int:
@@ -126,6 +146,11 @@ class DecoderRunner:
     def fingerprint(self) -> str:
         """Names weights and arithmetic."""
         return self.card.fingerprint
+
+    @property
+    def quantization(self) -> str:
+        """Of weights; "none": they are floats."""
+        return self.card.quantization
 
     @property
     def vocab_size(self) -> int:
@@ -161,6 +186,7 @@ class DecoderRunner:
                 self._finish = list
                 return
             filled = self._send(plan)
+            self._pooled = _pooled_draws(plan)
             if self._graphs is None and filled.is_greedy:
                 self._finish = self._start_best()
             else:
@@ -172,6 +198,7 @@ class DecoderRunner:
         finish, self._finish = self._finish, None
         with torch.inference_mode():
             drawn = finish()
+            self._embed(drawn)
             if not drawn and self.device == "cuda":  # what a step costs is learned from such steps, too
                 torch.cuda.current_stream().synchronize()
             return drawn
@@ -191,6 +218,14 @@ class DecoderRunner:
         with a dot is a share of the part before it: `forward.attention` is in `forward`."""
         ops = {f"forward.{name}": seconds for name, seconds in self._model.profile().items()}
         return self._times.seconds() | ops
+
+    def _embed(self, drawn: list[DrawnToken]) -> None:
+        """Put embeddings in place of the draws that are to be ones."""
+        rows, self._pooled = self._pooled, []
+        if rows:
+            vectors = F.normalize(self._model.read_hidden(rows), dim=-1).numpy().astype("<f4")
+            for row, vector in zip(rows, vectors, strict=True):
+                drawn[row] = DrawnToken(0, embedding=vector.tobytes())
 
     def _start_logits(self, filled: _Filled) -> Callable[[], torch.Tensor]:
         with self._times.part("start"):
@@ -239,12 +274,15 @@ class DecoderRunner:
                 self._inputs.complete(plan)
             else:
                 filled = self._fill(self._inputs, plan)
+            if self.adapters is not None:
+                self.adapters.slots.place()
             self._inputs.send()
         return filled
 
     def _fill(self, inputs: StepInputs, plan: BatchPlan) -> _Filled:
-        padding = None if self._graphs is None else self._graphs.padding_for(plan)
-        inputs.fill(plan, padding)
+        can_replay = self._graphs is not None and not any(chunk.sequence.is_pooled for chunk in plan.chunks)
+        padding = self._graphs.padding_for(plan) if self._graphs is not None and can_replay else None
+        inputs.fill(plan, padding, None if self.adapters is None else self.adapters.slots_of(plan))
         is_greedy = all(is_plainly_greedy(chunk.sequence) for chunk in plan.chunks if chunk.is_sampling)
         return _Filled(plan, padding, is_greedy)
 
@@ -252,6 +290,17 @@ class DecoderRunner:
         """The sequence has left the batch: free its sampling row."""
         with torch.inference_mode():
             self._sampler.forget(sequence)
+
+
+def _pooled_draws(plan: BatchPlan) -> list[int]:
+    """Those of the plan's draws, by number, that end a prompt whose embedding is wanted."""
+    pooled, number = [], 0
+    for chunk in plan.chunks:
+        if chunk.is_sampling:
+            if chunk.sequence.is_pooled and not chunk.is_padding:
+                pooled.append(number)
+            number += 1 + len(chunk.draft)
+    return pooled
 
 
 def _draws(plan: BatchPlan) -> tuple[list[Sequence], list[int]]:

@@ -30,13 +30,12 @@ class _TokenizerFile(msgspec.Struct):
 _decode = msgspec.json.Decoder(_TokenizerFile).decode
 
 
-def tokenizer_size(folder: Path) -> int | None:
-    """Ids up to the largest that has a token; None without a tokenizer.json.
+def tokenizer_size(path: Path) -> int | None:
+    """Ids up to the largest that has a token in the tokenizer.json at `path`; None if there is none.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    path = folder / "tokenizer.json"
     if not path.is_file():
         return None
     try:

@@ -1,10 +1,10 @@
 """Compiles the C sources once for this machine's instruction set and loads the result.
 
-The library lies in the cache folder under the hash of sources and flags, so a new version builds anew (half a minute)
-and everybody else finds it. Who comes while another process builds waits for that; a finished file is renamed into
-place. `python -m kernels.cpu.build` puts one for each instruction set into the folder `built` beside the sources, where
-they are looked for first: images bring them along and need no compiler. Without AVX2, or without a library and a
-compiler, why not is said once: the torch paths run then.
+The library lies in the cache folder under the hash of sources and flags, so a new version builds anew (twenty seconds
+of one core; the sources are compiled side by side) and everybody else finds it. Who comes while another process builds
+waits for that; a finished file is renamed into place. `python -m kernels.cpu.build` puts one for each instruction set
+into the folder `built` beside the sources, where they are looked for first: images bring them along and need no
+compiler. Without AVX2, or without a library and a compiler, why not is said once: the torch paths run then.
 
 There are three instruction sets: AVX2 with FMA, AVX-512 with its dot products, and AMX beside that, whose tiles
 multiply far faster. They add up in different orders, so a float sum may differ in its last bits between them.
@@ -16,12 +16,14 @@ import contextlib
 import ctypes
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -32,7 +34,7 @@ _FOLDER = Path(__file__).parent
 BUILT = _FOLDER / "built"
 """Comes with the sources, or is not there."""
 _COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Wno-unused-parameter",
+_FLAGS = ("-std=c11", "-O3", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-unused-parameter",
           "-ffp-contract=off", "-fno-math-errno")  # fmt: skip
 COMPILE_TIMEOUT_S = 300.0
 _UNFINISHED = "unfinished-"
@@ -87,7 +89,7 @@ def load_library(
 
     Args:
         isa: None: the best that this machine has (`best_isa`).
-        before_compiling: called when that is about to be done; it takes half a minute.
+        before_compiling: called when that is about to be done; it takes many seconds.
 
     Raises:
         CpuKernelsUnavailable: the processor lacks an instruction set, there is no compiler, or it failed.
@@ -157,7 +159,7 @@ def build(
         with _alone_in(cache_folder):
             if _is_whole(path):  # by somebody for whom this has waited
                 return Build(path, is_new=False)
-            _compile([compiler, *flags, *map(str, sorted(_FOLDER.glob("*.c")))], path)
+            _compile([compiler, *flags], path)
     except OSError as error:
         raise CpuKernelsUnavailable(f"can't write {path}: {error}") from None
     return Build(path, is_new=True)
@@ -174,27 +176,36 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _compile(command: list[str], path: Path) -> None:
-    for left in path.parent.glob(f"{_UNFINISHED}*.so"):  # by somebody who was killed meanwhile
-        if time.time() - left.stat().st_mtime > COMPILE_TIMEOUT_S:
-            left.unlink(missing_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_UNFINISHED, suffix=".so", delete=False) as file:
-        made = Path(file.name)
+    for left in path.parent.glob(f"{_UNFINISHED}*"):  # by somebody who was killed meanwhile
+        if time.time() - left.stat().st_mtime > 2 * COMPILE_TIMEOUT_S:
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_UNFINISHED) as made:
+        # Those that take longest first, so that none of them is left alone at the end.
+        sources = sorted(_FOLDER.glob("*.c"), key=lambda source: source.stat().st_size, reverse=True)
+        objects = [str(Path(made, f"{source.stem}.o")) for source in sources]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+            commands = [[*command, "-c", str(source), "-o", o] for source, o in zip(sources, objects, strict=True)]
+            for _ in threads.map(_run, commands):
+                pass
+        library = Path(made, path.name)
+        _run([*command, "-shared", *objects, "-o", str(library), "-lm"])
+        _seal(library)
+        library.rename(path)
+
+
+def _run(command: list[str]) -> None:
     try:
-        status, errors = run_compiler([*command, "-o", str(made), "-lm"], timeout_s=COMPILE_TIMEOUT_S)
-        if status:
-            raise CpuKernelsUnavailable(f"{command[0]} failed: {errors.strip()[-2000:]}")
-        _seal(made)
-        made.rename(path)
+        status, errors = run_compiler(command, timeout_s=COMPILE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise CpuKernelsUnavailable(f"{command[0]} took longer than {COMPILE_TIMEOUT_S:.0f} s") from None
-    finally:
-        made.unlink(missing_ok=True)
+    if status:
+        raise CpuKernelsUnavailable(f"{command[0]} failed: {errors.strip()[-2000:]}")
 
 
 def _seal(library: Path) -> None:
     """Append the digest of what was compiled, which loaders ignore: what a crash of the machine, a full disk or another
     program left of it would kill whoever loads it."""
-    content = library.read_bytes()
+    content = library.read_bytes() if library.exists() else b""
     if not content:
         raise CpuKernelsUnavailable("the compiler reported success and wrote nothing")
     with library.open("ab") as file:

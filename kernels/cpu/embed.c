@@ -67,6 +67,11 @@ static void embed_int4(const char *panel, int64_t lane, float *out, int64_t widt
     }
 }
 
+static void scale_row(float *row, int64_t width, float scale) {
+    for (int64_t k = 0; k < width; k += LANES)
+        put(row, k, width, multiply(load_first(row + k, width - k), floats_of(scale)));
+}
+
 static void embed_row(const weight *t, int64_t token, float *out) {
     const int64_t lane = token % LANES;
     const char *panel = (const char *)t->panels + token / LANES * panel_bytes(t) + 4 * lane;
@@ -83,7 +88,11 @@ static int64_t embed_num_tiles(const void *args, const step *step, int num_threa
 static void embed_run_tile(const void *args, const step *step, int64_t tile, int thread, int num_threads) {
     const embed_args *a = args;
     const row_range rows = rows_of_tile(step->num_rows, tile, num_threads);
-    for (int64_t i = rows.begin; i < rows.end; i++) embed_row(&a->table, step->token_ids[i], a->out + i * a->table.in);
+    for (int64_t i = rows.begin; i < rows.end; i++) {
+        float *out = a->out + i * a->table.in;
+        embed_row(&a->table, step->token_ids[i], out);
+        if (a->scale != 1.0f) scale_row(out, a->table.in, a->scale);
+    }
 }
 
 const op_class embed_class = {embed_num_tiles, embed_run_tile, NULL};

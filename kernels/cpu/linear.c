@@ -35,6 +35,7 @@ int64_t panel_bytes(const weight *weight) {
         case F32: return weight->in * 64;
         case BF16: return ceil_div(weight->in, 2) * 64;
         case INT8: return ceil_div(weight->in, 4) * 64;
+        case INT4_ZEROS: return ceil_div(weight->in, INT4_GROUP) * INT4_ZEROS_GROUP_BYTES;
         default: return ceil_div(weight->in, INT4_GROUP) * INT4_GROUP_BYTES;
     }
 }
@@ -69,7 +70,7 @@ static cut cut_op(const linear_args *args, const step *step, int num_threads) {
     const int64_t row_blocks = ceil_div(rows, row_block);
     const int64_t fine_rows = is_amx ? AMX_FINE_ROWS : FINE_ROWS, fine_blocks = rows < fine_rows ? 1 : rows / fine_rows;
     const int is_few = rows <= FEW_ROWS, is_short = is_few && 4 * panel_bytes(weight) <= STREAM_BYTES;
-    const int is_half_line = is_amx && args->epilogue == SILU_MUL && args->out_dtype == BF16;
+    const int is_half_line = is_amx && is_gate(args->epilogue) && args->out_dtype == BF16;
     cut cut = {
         .num_panels = num_panels,
         .panels = is_short || is_half_line ? 4 : HAS_AVX512 || is_few ? 2 : avx2_panels(num_panels, num_threads),
@@ -108,6 +109,43 @@ static int64_t first_row(const cut *cut, int64_t block, int64_t num_blocks) {
     return row < cut->num_rows ? row : cut->num_rows;
 }
 
+/* A tile of an op over `num_rows` rows. */
+static void run(const linear_args *args, const linear_tile *tile, int64_t num_rows) {
+#if HAS_AMX
+    if (uses_amx(&args->weight, num_rows)) {
+        (args->weight.dtype == BF16 && tile->num_rows <= FEW_ROWS ? amx_few_tile : amx_tile)(args, tile);
+        return;
+    }
+#endif
+    switch (args->weight.dtype) {
+        case INT8: int8_tile(args, tile); break;
+        case INT4:
+        case INT4_ZEROS: int4_tile(args, tile); break;
+        default: float_tile(args, tile);
+    }
+}
+
+void linear_run_panels(const linear_args *args, int64_t first, int64_t num_panels, int64_t num_rows) {
+    const step rows = {.num_rows = num_rows};
+    const cut cut = cut_op(args, &rows, 1);
+    const int64_t bytes = panel_bytes(&args->weight);
+    const int64_t end = first + num_panels < cut.num_panels ? first + num_panels : cut.num_panels;
+    const int64_t panels = cut.panels < num_panels ? cut.panels : num_panels;
+    for (int64_t block = 0; block < cut.num_row_blocks; block++)
+        for (int64_t panel = first; panel < end; panel += panels) {
+            const int64_t row = first_row(&cut, block, cut.num_row_blocks);
+            const linear_tile tile = {
+                .panels = (const char *)args->weight.panels + panel * bytes,
+                .next = (const char *)args->weight.panels + (panel + 2 * panels <= end ? panel + panels : panel) * bytes,
+                .first_panel = panel,
+                .num_panels = end - panel < panels ? end - panel : panels,
+                .first_row = row,
+                .num_rows = first_row(&cut, block + 1, cut.num_row_blocks) - row,
+            };
+            run(args, &tile, num_rows);
+        }
+}
+
 static int64_t num_tiles(const void *untyped, const step *step, int num_threads) {
     const cut cut = cut_op(untyped, step, num_threads);
     return cut.num_rows ? num_tiles_of(&cut) : 0;
@@ -130,17 +168,7 @@ static void run_tile(const void *untyped, const step *step, int64_t index, int t
         .first_row = row,
         .num_rows = first_row(&cut, block + 1, num_blocks) - row,
     };
-#if HAS_AMX
-    if (uses_amx(&args->weight, cut.num_rows)) {
-        (args->weight.dtype == BF16 && tile.num_rows <= FEW_ROWS ? amx_few_tile : amx_tile)(args, &tile);
-        return;
-    }
-#endif
-    switch (args->weight.dtype) {
-        case INT8: int8_tile(args, &tile); break;
-        case INT4: int4_tile(args, &tile); break;
-        default: float_tile(args, &tile);
-    }
+    run(args, &tile, cut.num_rows);
 }
 
 static int64_t prefetch(const void *untyped, const step *step, int thread, int num_threads, int64_t cursor) {

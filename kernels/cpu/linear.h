@@ -34,7 +34,7 @@ void linear_finish(const linear_args *args, int64_t first_row, int64_t num_rows,
  * passed through it since. */
 static inline void linear_prefetch_outputs(const linear_args *args, int64_t first_row, int64_t num_rows,
                                            int64_t first_panel, int64_t num_panels) {
-    const int64_t size = args->out_dtype == BF16 ? 2 : 4, per_output = args->epilogue == SILU_MUL ? 2 : 1;
+    const int64_t size = args->out_dtype == BF16 ? 2 : 4, per_output = is_gate(args->epilogue) ? 2 : 1;
     const int64_t begin = first_panel * LANES / per_output * size;
     const int64_t end = begin + num_panels * LANES / per_output * size;
     for (int64_t row = first_row; row < first_row + num_rows; row++) {
@@ -42,6 +42,9 @@ static inline void linear_prefetch_outputs(const linear_args *args, int64_t firs
         for (int64_t offset = begin; offset < end; offset += 64) prefetch_to_write(y + offset);
     }
 }
+
+/* `num_panels` panels from `first` on, as far as there are so many, by rows 0 .. num_rows of x and y. */
+void linear_run_panels(const linear_args *args, int64_t first, int64_t num_panels, int64_t num_rows);
 
 /* Bytes of a panel of 16 outputs. */
 int64_t panel_bytes(const weight *weight);

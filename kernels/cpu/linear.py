@@ -22,17 +22,24 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedWeight:
-    """A weight [out, in] in panels; `panels` is a flat byte tensor whose data is aligned to 64 bytes."""
+    """A weight [out, in] in panels; `panels` is a flat byte tensor whose data is aligned to 64 bytes. `order`
+    int32 [in] is that of `GroupedWeight`: the rows that it is multiplied by must be in it."""
 
     dtype: Dtype
     in_features: int
     out_features: int
     panels: Tensor
     scales: Tensor | None = None
+    order: Tensor | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is multiplied by quantized rows."""
+        return self.dtype not in (Dtype.F32, Dtype.BF16)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors there are, by field."""
-        parts = {"panels": self.panels, "scales": self.scales}
+        parts = {"panels": self.panels, "scales": self.scales, "order": self.order}
         return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
     def moved(self, arena: Arena) -> PackedWeight:
@@ -41,6 +48,7 @@ class PackedWeight:
             self,
             panels=arena.copy(self.panels),
             scales=None if self.scales is None else arena.copy(self.scales),
+            order=None if self.order is None else arena.copy(self.order),
         )
 
     @property
@@ -74,7 +82,7 @@ def pack_float(weight: Tensor) -> PackedWeight:
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:
-    """[out, …] and [out, …] with their panels alternating, each padded to whole panels: what SILU_MUL reads."""
+    """[out, …] and [out, …] with their panels alternating, each padded to whole panels: what gates read."""
     padding = -gate.shape[0] % LANES
     tail = (0, 0) * (gate.dim() - 1)
     panels = [F.pad(part, (*tail, 0, padding)).view(-1, LANES, *part.shape[1:]) for part in (gate, up)]
@@ -110,9 +118,9 @@ def add_linear(
     """Append y = x · Wᵀ + bias.
 
     Args:
-        x: [rows, at least `in`] float32 or bfloat16 as the weight; for INT8 and INT4 quantized rows (ops.h) and their
-            `x_scales` [rows].
-        y: [rows, `out`] float32; SILU_MUL: [rows, out / 2] float32 or bfloat16.
+        x: [rows, at least `in`] float32 or bfloat16 as the weight; for quantized weights quantized rows (ops.h) and
+            their `x_scales` [rows].
+        y: [rows, `out`] float32; SILU_MUL and GELU_MUL: [rows, out / 2] float32 or bfloat16.
         bias: [out] float32 or None; it is padded here.
     """
     if bias is not None:

@@ -1,16 +1,9 @@
 /* From a linear's sums to its outputs; one file, so that every weight type ends in the same operations. */
+#include "gate.h"
 #include "linear.h"
-#include "vector.h"
 
 static floats bias_of(const linear_args *args, int64_t panel) {
     return args->bias ? load(args->bias + panel * LANES) : floats_of(0);
-}
-
-/* z / (1 + e^−z). e^−z stays below 2^120, so that the reciprocal is a normal number. */
-static floats silu(floats z) {
-    const floats exponent = multiply(z, floats_of(-1.44269504088896341f));
-    const floats exponential = exp2_of(smaller(exponent, floats_of(120.0f)));
-    return multiply(z, reciprocal(add(floats_of(1.0f), exponential)));
 }
 
 static void gate(const linear_args *args, int64_t first_row, int64_t num_rows, int64_t panel, sums sums) {
@@ -20,7 +13,7 @@ static void gate(const linear_args *args, int64_t first_row, int64_t num_rows, i
         const float *from = sums.first + r * sums.row;
         const floats z = add(load(from), gate_bias);
         const floats up = add(load(from + sums.panel), up_bias);
-        const floats y = multiply(silu(z), up);
+        const floats y = multiply(gated(args->epilogue, z), up);
         const int64_t at = (first_row + r) * args->y_stride + panel / 2 * LANES;
         if (args->out_dtype == BF16)
             store_first_uint16((uint16_t *)args->y + at, left, to_bf16(y));
@@ -42,7 +35,7 @@ static void put(const linear_args *args, int64_t first_row, int64_t num_rows, in
 
 void linear_finish(const linear_args *args, int64_t first_row, int64_t num_rows, int64_t first_panel,
                    int64_t num_panels, sums sums) {
-    const int64_t step = args->epilogue == SILU_MUL ? 2 : 1;
+    const int64_t step = is_gate(args->epilogue) ? 2 : 1;
     for (int64_t p = 0; p < num_panels; p += step, sums.first += step * sums.panel)
-        (args->epilogue == SILU_MUL ? gate : put)(args, first_row, num_rows, first_panel + p, sums);
+        (is_gate(args->epilogue) ? gate : put)(args, first_row, num_rows, first_panel + p, sums);
 }

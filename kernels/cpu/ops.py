@@ -15,6 +15,7 @@ class Dtype(IntEnum):
     INT8 = 2
     INT4 = 3
     FP8 = 4
+    INT4_ZEROS = 5
 
 
 class Epilogue(IntEnum):
@@ -23,6 +24,7 @@ class Epilogue(IntEnum):
     STORE = 0
     ADD = 1
     SILU_MUL = 2
+    GELU_MUL = 3
 
 
 class OpKind(IntEnum):
@@ -40,6 +42,14 @@ class OpKind(IntEnum):
     ARGMAX_MERGE = 9
     CHOOSE = 10
     GATHER = 11
+    LORA_SHRINK = 12
+    LORA_EXPAND = 13
+    GATE = 14
+    ROUTE = 15
+    GROUP = 16
+    GATHER_PAIRS = 17
+    EXPERTS = 18
+    COMBINE = 19
 
 
 class Step(ctypes.Structure):
@@ -58,6 +68,14 @@ class Step(ctypes.Structure):
         ("context_lens", c_void_p),
         ("block_tables", c_void_p),
         ("table_stride", c_int64),
+        ("num_groups", c_int64),
+        ("num_wanted_groups", c_int64),
+        ("group_rows", c_void_p),
+        ("wanted_group_rows", c_void_p),
+        ("group_starts", c_void_p),
+        ("wanted_group_starts", c_void_p),
+        ("group_slots", c_void_p),
+        ("wanted_group_slots", c_void_p),
     )
 
 
@@ -89,7 +107,7 @@ class Weight(ctypes.Structure):
 class EmbedArgs(ctypes.Structure):
     """struct embed_args."""
 
-    _fields_ = (("table", Weight), ("out", c_void_p))
+    _fields_ = (("table", Weight), ("out", c_void_p), ("scale", c_float), ("reserved", c_int32))
 
 
 class NormArgs(ctypes.Structure):
@@ -104,6 +122,8 @@ class NormArgs(ctypes.Structure):
         ("out_stride", c_int64),
         ("out_dtype", c_int32),
         ("eps", c_float),
+        ("is_added", c_int32),
+        ("reserved", c_int32),
     )
 
 
@@ -175,11 +195,12 @@ class QuantizeArgs(ctypes.Structure):
         ("in_", c_void_p),
         ("out", c_void_p),
         ("out_scales", c_void_p),
+        ("order", c_void_p),
         ("width", c_int64),
         ("in_stride", c_int64),
         ("out_stride", c_int64),
         ("in_dtype", c_int32),
-        ("reserved", c_int32),
+        ("per_row", c_int32),
     )
 
 
@@ -187,6 +208,50 @@ class GatherArgs(ctypes.Structure):
     """struct gather_args."""
 
     _fields_ = (("in_", c_void_p), ("out", c_void_p), ("row_bytes", c_int64))
+
+
+class LoraFactors(ctypes.Structure):
+    """struct lora_weight."""
+
+    _fields_ = (("a", c_void_p), ("b", c_void_p), ("rank", c_int64))
+
+
+class LoraArgs(ctypes.Structure):
+    """struct lora_args."""
+
+    _fields_ = (
+        ("slots", c_void_p),
+        ("x", c_void_p),
+        ("x_scales", c_void_p),
+        ("shrunk", c_void_p),
+        ("y", c_void_p),
+        ("in_features", c_int64),
+        ("out_features", c_int64),
+        ("x_stride", c_int64),
+        ("y_stride", c_int64),
+        ("shrunk_stride", c_int64),
+        ("num_parts", c_int64),
+        ("second_part", c_int64),
+        ("third_part", c_int64),
+        ("is_interleaved", c_int32),
+        ("dtype", c_int32),
+        ("x_dtype", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class GateArgs(ctypes.Structure):
+    """struct gate_args."""
+
+    _fields_ = (
+        ("in_", c_void_p),
+        ("out", c_void_p),
+        ("width", c_int64),
+        ("in_stride", c_int64),
+        ("out_stride", c_int64),
+        ("out_dtype", c_int32),
+        ("epilogue", c_int32),
+    )
 
 
 class ArgmaxArgs(ctypes.Structure):
@@ -220,6 +285,58 @@ class ChooseArgs(ctypes.Structure):
     )
 
 
+class RouteArgs(ctypes.Structure):
+    """struct route_args."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("num_experts", c_int64),
+        ("num_used", c_int64),
+        ("chosen", c_void_p),
+        ("shares", c_void_p),
+        ("place_of", c_void_p),
+        ("row_of", c_void_p),
+        ("starts", c_void_p),
+        ("active", c_void_p),
+        ("is_normalized", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class GatherPairsArgs(ctypes.Structure):
+    """struct gather_pairs_args."""
+
+    _fields_ = (
+        ("in_", c_void_p),
+        ("in_scales", c_void_p),
+        ("out", c_void_p),
+        ("out_scales", c_void_p),
+        ("row_of", c_void_p),
+        ("row_bytes", c_int64),
+        ("num_used", c_int64),
+    )
+
+
+class ExpertsArgs(ctypes.Structure):
+    """struct experts_args."""
+
+    _fields_ = (("linear", LinearArgs), ("weights", c_void_p), ("starts", c_void_p), ("active", c_void_p))
+
+
+class CombineArgs(ctypes.Structure):
+    """struct combine_args."""
+
+    _fields_ = (
+        ("in_", c_void_p),
+        ("shares", c_void_p),
+        ("place_of", c_void_p),
+        ("out", c_void_p),
+        ("width", c_int64),
+        ("num_used", c_int64),
+    )
+
+
 ARGUMENTS: dict[OpKind, type[ctypes.Structure]] = {
     OpKind.EMBED: EmbedArgs,
     OpKind.NORM: NormArgs,
@@ -233,4 +350,12 @@ ARGUMENTS: dict[OpKind, type[ctypes.Structure]] = {
     OpKind.ARGMAX_MERGE: ArgmaxArgs,
     OpKind.CHOOSE: ChooseArgs,
     OpKind.GATHER: GatherArgs,
+    OpKind.LORA_SHRINK: LoraArgs,
+    OpKind.LORA_EXPAND: LoraArgs,
+    OpKind.GATE: GateArgs,
+    OpKind.ROUTE: RouteArgs,
+    OpKind.GROUP: RouteArgs,
+    OpKind.GATHER_PAIRS: GatherPairsArgs,
+    OpKind.EXPERTS: ExpertsArgs,
+    OpKind.COMBINE: CombineArgs,
 }

@@ -52,6 +52,14 @@ static const op_class *const CLASSES[NUM_OP_KINDS] = {
     [OP_ARGMAX_MERGE] = &argmax_merge_class,
     [OP_CHOOSE] = &choose_class,
     [OP_GATHER] = &gather_class,
+    [OP_LORA_SHRINK] = &lora_shrink_class,
+    [OP_LORA_EXPAND] = &lora_expand_class,
+    [OP_GATE] = &gate_class,
+    [OP_ROUTE] = &route_class,
+    [OP_GROUP] = &group_class,
+    [OP_GATHER_PAIRS] = &gather_pairs_class,
+    [OP_EXPERTS] = &experts_class,
+    [OP_COMBINE] = &combine_class,
 };
 
 typedef struct progress {
@@ -77,6 +85,10 @@ static step wanted_of(const step *whole) {
     step wanted = *whole;
     wanted.num_rows = whole->num_wanted;
     wanted.query_starts = whole->wanted_starts;
+    wanted.num_groups = whole->num_wanted_groups;
+    wanted.group_rows = whole->wanted_group_rows;
+    wanted.group_starts = whole->wanted_group_starts;
+    wanted.group_slots = whole->wanted_group_slots;
     return wanted;
 }
 

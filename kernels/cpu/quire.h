@@ -14,7 +14,7 @@
 #define LANES 16 /* floats in a vector register */
 
 /* Element types of activations, caches and weights. */
-enum dtype { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, FP8 = 4 /* e4m3; of caches only */ };
+enum dtype { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, FP8 = 4 /* e4m3; of caches only */, INT4_ZEROS = 5 };
 
 /* One step: num_rows tokens, chunk after chunk of num_sequences sequences. All arrays belong to the caller. */
 typedef struct step {
@@ -30,7 +30,15 @@ typedef struct step {
     const int32_t *context_lens; /* [sequences] keys of each sequence, its chunk's included */
     const int32_t *block_tables; /* [sequences, table_stride] */
     int64_t table_stride;
+    /* Rows that have an adapter, at most LORA_GROUP_ROWS of one slot a group; and the same of the wanted rows, numbered
+     * as these. */
+    int64_t num_groups, num_wanted_groups;
+    const int32_t *group_rows, *wanted_group_rows;     /* row numbers, group after group */
+    const int32_t *group_starts, *wanted_group_starts; /* [groups + 1] */
+    const int32_t *group_slots, *wanted_group_slots;   /* [groups] */
 } step;
+
+#define LORA_GROUP_ROWS 16
 
 typedef struct op {
     int32_t kind; /* enum op_kind */
@@ -53,7 +61,15 @@ enum op_kind {
     OP_ARGMAX_MERGE = 9,
     OP_CHOOSE = 10,
     OP_GATHER = 11,
-    NUM_OP_KINDS = 12,
+    OP_LORA_SHRINK = 12,
+    OP_LORA_EXPAND = 13,
+    OP_GATE = 14,
+    OP_ROUTE = 15,
+    OP_GROUP = 16,
+    OP_GATHER_PAIRS = 17,
+    OP_EXPERTS = 18,
+    OP_COMBINE = 19,
+    NUM_OP_KINDS = 20,
 };
 
 /* How a kind is run. `thread` is in [0, num_threads). */
@@ -66,7 +82,9 @@ typedef struct op_class {
 } op_class;
 
 extern const op_class embed_class, norm_class, linear_class, rotary_kv_class, attention_plan_class, attention_class,
-    attention_merge_class, quantize_class, argmax_class, argmax_merge_class, choose_class, gather_class;
+    attention_merge_class, quantize_class, argmax_class, argmax_merge_class, choose_class, gather_class,
+    lora_shrink_class, lora_expand_class, gate_class, route_class, group_class, gather_pairs_class, experts_class,
+    combine_class;
 
 /* At least `bytes` of memory that belongs to the calling thread: 64-byte aligned, contents kept until it grows; no two users at a time. */
 void *scratch(int64_t bytes);

@@ -21,18 +21,19 @@ def quantized_bytes(width: int) -> int:
     return -(-width // _LINE) * _LINE + -(-4 * (1 + -(-width // GROUP)) // _LINE) * _LINE
 
 
-def add_embed(program: Program, table: PackedWeight, out: Tensor) -> None:
-    """Append out[row] = table[token id of the row].
+def add_embed(program: Program, table: PackedWeight, out: Tensor, *, scale: float = 1.0) -> None:
+    """Append out[row] = scale · table[token id of the row].
 
     Args:
         table: [vocab, hidden], packed.
         out: [rows, hidden] float32.
     """
-    program.add(OpKind.EMBED, EmbedArgs(table=table.struct(), out=address(out)), table, out)
+    program.add(OpKind.EMBED, EmbedArgs(table=table.struct(), out=address(out), scale=scale), table, out)
 
 
 def add_norm(
     program: Program, x: Tensor, scale: Tensor, out: Tensor, eps: float, *, out_scales: Tensor | None = None,
+    is_added: bool = False, label: str = "norm",
 ) -> None:  # fmt: skip
     """Append the RMS norm of each row.
 
@@ -42,7 +43,9 @@ def add_norm(
         out: [rows, at least hidden] float32, bfloat16, or int8 quantized rows (`quantized_bytes`) with `out_scales`
             [rows].
         eps: added to the mean square.
+        is_added: add it to `out`, float32, in place of overwriting that.
     """
+    assert not is_added or out.dtype == torch.float32
     args = NormArgs(
         in_=address(x),
         scale=address(scale),
@@ -52,28 +55,36 @@ def add_norm(
         out_stride=out.stride(0),
         out_dtype=_DTYPES[out.dtype],
         eps=eps,
+        is_added=is_added,
     )
-    program.add(OpKind.NORM, args, x, scale, out, out_scales)
+    program.add(OpKind.NORM, args, x, scale, out, out_scales, label=label)
 
 
-def add_quantize(program: Program, x: Tensor, width: int, out: Tensor, out_scales: Tensor) -> None:
+def add_quantize(
+    program: Program, x: Tensor, width: int, out: Tensor, out_scales: Tensor, *, order: Tensor | None = None,
+    per_row: int = 1,
+) -> None:  # fmt: skip
     """Append the quantization of the first `width` columns of each row.
 
     Args:
         x: [rows, at least width] float32 or bfloat16.
         out: [rows, `quantized_bytes(width)`] int8.
         out_scales: [rows] float32.
+        order: int32 [width]: column i of `out` is column order[i] of `x`; None: i.
+        per_row: rows here for each row of the step.
     """
     args = QuantizeArgs(
         in_=address(x),
         out=address(out),
         out_scales=address(out_scales),
+        order=address(order),
         width=width,
         in_stride=x.stride(0),
         out_stride=out.stride(0),
         in_dtype=_DTYPES[x.dtype],
+        per_row=per_row,
     )
-    program.add(OpKind.QUANTIZE, args, x, out, out_scales)
+    program.add(OpKind.QUANTIZE, args, x, out, out_scales, order)
 
 
 def add_gather(program: Program, x: Tensor, out: Tensor) -> None:

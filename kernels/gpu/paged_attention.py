@@ -19,7 +19,8 @@ from a split's start, and splits are combined in tiles of constant size from the
 Not promised: the same last bits for a prompt that is cut elsewhere (short and long chunks add in another order).
 
 Numbers of an int8 or fp8 cache become floats of the query's dtype in registers: keys exactly, their scores are
-multiplied by the key's scale; values times their scale, rounded.
+multiplied by the key's scale; values times their scale, rounded. Softcapped scores (`kernels.softcap`) are capped
+behind that, in powers of 2 like all scores here: so is the cap.
 
 Items are laid out on the device (`_lay_out`), once a step for all layers: the host needs upper bounds only
 (`BatchExtent`), so a captured graph stays true while contexts grow within them. To look up an item's sequence from
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     from kernels.paged_attention import PagedBatch
 
 
+LOG2_E = math.log2(math.e)
+
+
 @triton.jit
 def _empty_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """What `_attend` begins with: no values, no best score, no weights."""
@@ -55,12 +59,20 @@ def _empty_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _cap_scores(scores, cap):
+    """cap · tanh(scores / cap), tanh from an exponential and a division."""
+    small = tl.exp2(tl.abs(scores) * (-2.8853900817779268 / cap))  # 2 / ln 2
+    capped = (1.0 - small) / (1.0 + small) * cap
+    return tl.where(scores < 0.0, -capped, capped)
+
+
+@triton.jit
 def _attend(
-    state, query, key_ptr, value_ptr, table_ptr, begin, end, first, limit, positions, scale,
+    state, query, key_ptr, value_ptr, table_ptr, begin, end, first, limit, positions, scale, softcap,
     stride_key_block, stride_key_slot, stride_key_dim, stride_value_block, stride_value_slot, stride_value_dim,
     key_scale_ptr, value_scale_ptr, stride_scale_block, stride_scale_slot,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    USE_MASK: tl.constexpr, KIND: tl.constexpr, WINDOW: tl.constexpr,
+    USE_MASK: tl.constexpr, KIND: tl.constexpr, WINDOW: tl.constexpr, USE_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Take keys begin .. end (of which those before `first` and from `limit` on are none) into `state`: weighted values
     [M, D], the best score [M] (in powers of 2) and the sum of weights [M]. Without a mask all rows see all of these
@@ -82,6 +94,8 @@ def _attend(
         scale_at = blocks * stride_scale_block + slots * stride_scale_slot
         if KIND != 0:
             scores = scores * load_scales(key_scale_ptr + scale_at, is_key, KIND)[None, :]
+        if USE_SOFTCAP:
+            scores = _cap_scores(scores, softcap)
         if USE_MASK:
             scores = tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
         if USE_MASK and WINDOW:
@@ -119,12 +133,12 @@ def _edges(
 @triton.jit(do_not_specialize=["num_sequences"])  # else the numbers 1 and 16 would be compiled anew, while users wait
 def _paged_attention_kernel(
     out_ptr, partial_ptr, stats_ptr, query_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
-    query_starts_ptr, context_lens_ptr, table_ptr, item_starts_ptr, item_sequences_ptr, num_sequences, scale,
+    query_starts_ptr, context_lens_ptr, table_ptr, item_starts_ptr, item_sequences_ptr, num_sequences, scale, softcap,
     stride_query_row, stride_query_head, stride_key_block, stride_key_slot, stride_key_head, stride_key_dim,
     stride_value_block, stride_value_slot, stride_value_head, stride_value_dim, stride_scale_block, stride_scale_slot,
     stride_scale_head, stride_table, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    USE_SPLITS: tl.constexpr, KIND: tl.constexpr, WINDOW: tl.constexpr,
+    USE_SPLITS: tl.constexpr, KIND: tl.constexpr, WINDOW: tl.constexpr, USE_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One item and KV head. The longest tiles of a prompt come last in it, so those items are taken from the end."""
     item = tl.program_id(0) if USE_SPLITS else tl.num_programs(0) - 1 - tl.program_id(0)
@@ -153,10 +167,10 @@ def _paged_attention_kernel(
         state = _attend(
             state, query, key_ptr + kv_head * stride_key_head, value_ptr + kv_head * stride_value_head,
             table_ptr + sequence * stride_table, edges[USE_MASK], edges[USE_MASK + 1], first_seen, limit,
-            context - num_rows + queries, scale, stride_key_block, stride_key_slot, stride_key_dim, stride_value_block,
-            stride_value_slot, stride_value_dim, key_scale_ptr + kv_head * stride_scale_head,
+            context - num_rows + queries, scale, softcap, stride_key_block, stride_key_slot, stride_key_dim,
+            stride_value_block, stride_value_slot, stride_value_dim, key_scale_ptr + kv_head * stride_scale_head,
             value_scale_ptr + kv_head * stride_scale_head, stride_scale_block, stride_scale_slot,
-            HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, USE_MASK, KIND, WINDOW,
+            HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, USE_MASK, KIND, WINDOW, USE_SOFTCAP,
         )  # fmt: skip
     acc, best, total = state
     if USE_SPLITS and tl.cdiv(context, SPLIT) - first_seen // SPLIT > 1:
@@ -239,6 +253,7 @@ def paged_attention_triton(
     *,
     kv_scales: KvScales | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """As `kernels.paged_attention.paged_attention`, whose checks are done."""
     heads, kv_heads, head_size = query.shape[1], key_cache.shape[2], query.shape[2]
@@ -255,7 +270,9 @@ def paged_attention_triton(
         work = batch.launch_plans[shape] = _plan_work(batch, *shape)
     for items, tile in ((work.long, long_tile), (work.short, short_tile)):
         if items is not None:
-            _launch(out, query, key_cache, value_cache, kv_scales, batch, work, items, tile, scale, window or 0)
+            _launch(
+                out, query, key_cache, value_cache, kv_scales, batch, work, items, tile, scale, window or 0, softcap
+            )
     if work.short is not None and batch.extent.max_context > SPLIT_TOKENS:
         num_rows = min(batch.extent.max_rows, short_tile.rows // group) * group
         _combine_kernel[(batch.num_sequences, kv_heads, num_rows)](
@@ -268,7 +285,7 @@ def paged_attention_triton(
 
 def _launch(
     out: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, kv_scales: KvScales | None, batch: PagedBatch,
-    work: _Work, items: _Items, tile: AttentionTile, scale: float, window: int,
+    work: _Work, items: _Items, tile: AttentionTile, scale: float, window: int, softcap: float | None,
 ) -> None:  # fmt: skip
     kv_heads, head_size = key_cache.shape[2:]
     key_scales, value_scales = (out, out) if kv_scales is None else (kv_scales.key, kv_scales.value)
@@ -277,11 +294,12 @@ def _launch(
     _paged_attention_kernel[(items.sequences.shape[0], kv_heads)](
         out, work.partial, work.stats, query, as_bits(key_cache), as_bits(value_cache), key_scales, value_scales,
         batch.query_starts, batch.context_lens, batch.block_tables, items.starts, items.sequences,
-        batch.num_sequences, scale * math.log2(math.e), query.stride(0), query.stride(1), *key_cache.stride(),
-        *value_cache.stride(), *scale_strides, batch.block_tables.stride(0),
+        batch.num_sequences, scale * LOG2_E, (softcap or 0.0) * LOG2_E, query.stride(0), query.stride(1),
+        *key_cache.stride(), *value_cache.stride(), *scale_strides, batch.block_tables.stride(0),
         GROUP=query.shape[1] // kv_heads, HEAD_SIZE=head_size, BLOCK_SIZE=batch.block_size, SPLIT=SPLIT_TOKENS,
         BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=power_of_2(head_size, MIN_DOT), USE_SPLITS=items is work.short,
-        KIND=cache_kind(key_cache), WINDOW=window, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        KIND=cache_kind(key_cache), WINDOW=window, USE_SOFTCAP=softcap is not None,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 

@@ -37,6 +37,7 @@ TOLERANCE = 3e-2
 class GpuBenchConfig:
     json: str = setting("", "write all figures to this file; default: benchmarks/results/gpu-CARD.json")
     model: str = setting("", "folder of the model that decodes; default: one of 0.5B with random weights, made anew")
+    paper: bool = setting(False, "print what data sheets allow for each kernel, and measure nothing; needs no card")
     repeats: int = setting(30, "timed calls of each kernel; medians are shown", minimum=3)
     num_seqs: int = setting(32, "sequences that decode", minimum=1)
     context: int = setting(1024, "prompt tokens of each", minimum=1)
@@ -62,6 +63,11 @@ def main(argv: list[str]) -> int:
         ConfigError: no CUDA device, or the model or file cannot be used.
     """
     settings = config.load(GpuBenchConfig, argv, program="quire bench gpu", description=__doc__ or "")
+    if settings.paper:
+        from quire.bench.gpu_paper import paper_table
+
+        print(paper_table())
+        return 0
     import torch
 
     if not torch.cuda.is_available():

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from kernels import sampling
+from kernels.expert_matmul import expert_mlp, expert_mlp_reference
+from kernels.fp8_matmul import fp8_matmul, fp8_matmul_reference
+from kernels.int4_matmul import PACKED_COLUMNS, PER_WORD, Int4Weight, int4_matmul, int4_matmul_reference
 from kernels.kv_copy import kv_copy
 from kernels.kv_write import WriteSlots, kv_write
 from kernels.paged_attention import PagedBatch, paged_attention, paged_attention_reference
@@ -29,6 +32,9 @@ class ModelSizes:
     hidden: int = 4096
     ffn: int = 14336
     vocab: int = 128256
+    experts: int = 8
+    experts_used: int = 2
+    weight_group: int = 128
     block_size: int = 16
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
@@ -51,8 +57,10 @@ class KernelCase:
     operations: int = 0
 
 
-def attention_case(name: str, chunks: list[tuple[int, int]], sizes: ModelSizes) -> KernelCase:
-    """Paged attention of chunks (context, rows), their blocks shuffled."""
+def attention_case(
+    name: str, chunks: list[tuple[int, int]], sizes: ModelSizes, *, softcap: float | None = None
+) -> KernelCase:
+    """Paged attention of chunks (context, rows), their blocks shuffled, scores softcapped or not."""
     device, block_size = torch.device(sizes.device), sizes.block_size
     counts = [-(-context // block_size) for context, _ in chunks]
     ids = torch.split(torch.randperm(sum(counts), device=device, dtype=torch.int32), counts)
@@ -67,12 +75,13 @@ def attention_case(name: str, chunks: list[tuple[int, int]], sizes: ModelSizes) 
     scale = sizes.head_size**-0.5
 
     def run() -> Tensor:
-        return paged_attention(query, blocks[:, 0], blocks[:, 1], batch, scale)
+        return paged_attention(query, blocks[:, 0], blocks[:, 1], batch, scale, softcap=softcap)
 
     def check() -> tuple[Tensor, Tensor]:
         context, last = chunks[-1][0], query[-1:]
         alone = PagedBatch(torch.tensor([0, 1]), torch.tensor([context]), tables[-1:], block_size)
-        return paged_attention_reference(last, blocks[:, 0], blocks[:, 1], alone, scale), run()[-1:]
+        keys, values = blocks[:, 0], blocks[:, 1]
+        return paged_attention_reference(last, keys, values, alone, scale, softcap=softcap), run()[-1:]
 
     seen = sum(rows * context - rows * (rows - 1) // 2 for context, rows in chunks)
     keys = sum(context for context, _ in chunks) * sizes.kv_heads * sizes.head_size * 2
@@ -173,6 +182,59 @@ def sampling_cases(rows: int, sizes: ModelSizes) -> Iterator[KernelCase]:
     )  # fmt: skip
 
 
+def product_cases(rows: int, sizes: ModelSizes) -> Iterator[KernelCase]:
+    """Gate and up in one product with a quantized weight: 4 bits in groups with zero points, and fp8."""
+    out_features, in_features, device = 2 * sizes.ffn, sizes.hidden, sizes.device
+    x, group = _random(sizes, rows, in_features), sizes.weight_group
+    groups = -(-in_features // group)
+    num_words = -(-in_features // PACKED_COLUMNS) * (PACKED_COLUMNS // PER_WORD)
+    weight = Int4Weight(
+        words=torch.randint(-(2**31), 2**31, (num_words, out_features), device=device, dtype=torch.int32),
+        scales=(torch.rand(groups, out_features, device=device) / in_features**0.5 / 8).half(),
+        zeros=torch.randint(0, 16, (groups, out_features), device=device, dtype=torch.uint8),
+        in_features=in_features,
+        group=group,
+    )
+    assert weight.zeros is not None
+    moved, operations = x.numel() + rows * out_features, 2 * rows * in_features * out_features
+    kept = out_features * in_features // 2 + 2 * weight.scales.numel() + weight.zeros.numel()
+    yield KernelCase(
+        name=f"4-bit product, {rows} rows",
+        run=lambda: int4_matmul(x, weight),
+        check=lambda: (int4_matmul_reference(x, weight), int4_matmul(x, weight)),
+        moved_bytes=kept + moved * sizes.dtype.itemsize,
+        operations=operations,
+    )
+    numbers = torch.randn(out_features, in_features, device=device).to(torch.float8_e4m3fn)
+    scales = torch.full((out_features,), in_features**-0.5, device=device)
+    yield KernelCase(
+        name=f"fp8 product, {rows} rows",
+        run=lambda: fp8_matmul(x, numbers, scales),
+        check=lambda: (fp8_matmul_reference(x, numbers, scales), fp8_matmul(x, numbers, scales)),
+        moved_bytes=numbers.numel() + 4 * out_features + moved * sizes.dtype.itemsize,
+        operations=operations,
+    )
+
+
+def expert_case(rows: int, sizes: ModelSizes) -> KernelCase:
+    """A feed-forward layer of experts, all of which have rows."""
+    count, used = sizes.experts, sizes.experts_used
+    gate_up = _random(sizes, count, 2 * sizes.ffn, sizes.hidden).div_(sizes.hidden**0.5)
+    down = _random(sizes, count, sizes.hidden, sizes.ffn).div_(sizes.ffn**0.5)
+    x, shares = _random(sizes, rows, sizes.hidden), torch.rand(rows, used, device=sizes.device)
+    chosen = torch.arange(rows * used, device=sizes.device).view(rows, used) % count
+    num_met = min(count, rows * used)
+    return KernelCase(
+        name=f"experts, {rows} rows, {used} of {count}",
+        run=lambda: expert_mlp(x, shares, chosen, gate_up, down),
+        check=lambda: (
+            expert_mlp_reference(x, shares, chosen, gate_up, down), expert_mlp(x, shares, chosen, gate_up, down)
+        ),
+        moved_bytes=(3 * num_met * sizes.hidden * sizes.ffn + 2 * x.numel()) * sizes.dtype.itemsize,
+        operations=6 * rows * used * sizes.hidden * sizes.ffn,
+    )  # fmt: skip
+
+
 def all_cases(sizes: ModelSizes) -> Iterator[KernelCase]:
     """Everything that is timed, made one at a time, so that only one case's tensors are there."""
     for name, chunks in (
@@ -185,10 +247,15 @@ def all_cases(sizes: ModelSizes) -> Iterator[KernelCase]:
         ("mixed attention, 32 x 2048 and a chunk of 512 at 4096", [(2048, 1)] * 32 + [(4096, 512)]),
     ):
         yield attention_case(name, chunks, sizes)
+    yield attention_case("decode attention, 32 x 4096, softcapped", [(4096, 1)] * 32, sizes, softcap=50.0)
     for rows in (32, 4096):
         yield from row_cases(rows, sizes)
         yield from cache_cases(rows, sizes)
     yield from sampling_cases(32, sizes)
+    for rows in (1, 16, 64, 4096):
+        yield from product_cases(rows, sizes)
+    for rows in (4, 32, 4096):
+        yield expert_case(rows, sizes)
 
 
 def _random(sizes: ModelSizes, *shape: int) -> Tensor:

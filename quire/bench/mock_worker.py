@@ -39,12 +39,14 @@ class EchoModel:
     """A model runner: the token at output position p is token p of the prompt, from its start again after its end."""
 
     fingerprint = MODEL_NAME
+    quantization = "none"
     max_model_len = MAX_MODEL_LEN
     dtype = "float32"
     device = "none"
     num_blocks = 65_536
     key_cost = 0.0
     host_memory = None
+    adapter_source = None
     window = 0
 
     def __init__(self, *, step_s: float, block_size: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -16,12 +16,17 @@ import aiohttp
 
 from quire.bench import machine, statistics, workloads
 from quire.bench.client import BenchClient, first_model
-from quire.bench.report import shown
+from quire.bench.report import shown, to_text
 from quire.bench.statistics import Trace
 from quire.bench.workloads import BenchRequest, Workload
 from shared import config
 from shared.errors import ConfigError, QuireError, shorten
 from shared.flags import setting
+
+DIGITS = {"requests": 0} | dict.fromkeys(
+    ("wall_s", "requests_per_s", "tpot_ms_p50", "tpot_ms_p99", "itl_ms_p50", "itl_ms_p99"), 2
+)
+"""Of figures, behind the point; 1 of all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +51,7 @@ def main(argv: list[str]) -> int:
     print("\n".join(format_report(report) for report in reports))
     if settings.json:
         document = {"settings": shown(settings), "machine": machine.describe(), "results": reports}
-        Path(settings.json).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        Path(settings.json).write_text(to_text(document), encoding="utf-8")
         print(f"all figures are in {settings.json}")
     return 1 if any(report["errors"] for report in reports) else 0
 
@@ -160,16 +165,17 @@ async def _send(client: BenchClient, workload: Workload, concurrency: int | None
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """One workload's medians as lines of text."""
-    m, count = report["median"], len(report["repeats"])
+    """One workload's medians as lines of text; a dash where there was nothing to measure."""
+    median, count = report["median"], len(report["repeats"])
+    m = {name: "–" if math.isnan(value) else f"{value:.{DIGITS.get(name, 1)}f}" for name, value in median.items()}
     lines = [
-        f"{report['workload']}: {m['requests']:.0f} requests in {m['wall_s']:.2f} s (medians of {count})",
-        f"  output      {m['output_tokens_per_s']:9.1f} tokens/s {m['requests_per_s']:9.2f} requests/s",
-        f"  TTFT    p50 {m['ttft_ms_p50']:9.1f} ms   p99 {m['ttft_ms_p99']:9.1f} ms",
-        f"  TPOT    p50 {m['tpot_ms_p50']:9.2f} ms   p99 {m['tpot_ms_p99']:9.2f} ms",
-        f"  ITL     p50 {m['itl_ms_p50']:9.2f} ms   p99 {m['itl_ms_p99']:9.2f} ms   max {m['itl_ms_max']:.1f} ms",
+        f"{report['workload']}: {m['requests']} requests in {m['wall_s']} s (medians of {count})",
+        f"  output      {m['output_tokens_per_s']:>9} tokens/s {m['requests_per_s']:>9} requests/s",
+        f"  TTFT    p50 {m['ttft_ms_p50']:>9} ms   p99 {m['ttft_ms_p99']:>9} ms",
+        f"  TPOT    p50 {m['tpot_ms_p50']:>9} ms   p99 {m['tpot_ms_p99']:>9} ms",
+        f"  ITL     p50 {m['itl_ms_p50']:>9} ms   p99 {m['itl_ms_p99']:>9} ms   max {m['itl_ms_max']} ms",
     ]
     if "long_ttft_ms" in m:
-        lines.append(f"  long prompt: TTFT {m['long_ttft_ms']:.1f} ms, longest stall {m['longest_stall_ms']:.1f} ms")
+        lines.append(f"  long prompt: TTFT {m['long_ttft_ms']} ms, longest stall {m['longest_stall_ms']} ms")
     lines += [f"  FAILED: {error}" for error in sorted(set(report["errors"]))[:5]]
     return "\n".join(lines)

@@ -74,5 +74,8 @@ def summarize_intruder(streams: Sequence[Trace], intruder: Trace) -> dict[str, f
 
 
 def medians(repeats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The median of each figure over the repeats."""
-    return {name: percentile([repeat[name] for repeat in repeats], 50) for name in repeats[0]}
+    """The median of each figure over the repeats that have it; NaN when none has."""
+    return {
+        name: percentile((repeat[name] for repeat in repeats if not math.isnan(repeat[name])), 50)
+        for name in repeats[0]
+    }

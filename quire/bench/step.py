@@ -16,10 +16,13 @@ from quire.bench.report import shown
 from quire.bench.statistics import percentile
 from quire.bench.stepping import Bench, TimedSteps
 from shared import config
+from shared.config import WorkerConfig
 from shared.errors import ConfigError, shorten
 from shared.flags import setting
 
 NUM_WARM_UP = 3
+NUM_TURNS = 3
+"""Rounds of steps without and with adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,9 @@ class StepConfig:
     steps: int = setting(50, "steps to time", minimum=1)
     prefill: bool = setting(False, "time the steps that compute the prompts, not those that follow")
     profile: bool = setting(False, "print where the time goes")
+    adapters: int = setting(0, "random adapters that the sequences have in turns; timed beside the same without, in "
+                            "turns", minimum=0, maximum=256)  # fmt: skip
+    adapter_rank: int = setting(16, "rank of these", minimum=1, maximum=1024)
     engine_flags: str = setting("", 'more flags for the worker, in one argument: "--num-threads 2"')
     json: str = setting("", "write all figures to this file")
     cache_dir: str = setting("", "folder of the random models; default: ~/.cache/quire")
@@ -44,8 +50,14 @@ def main(argv: list[str]) -> int:
         settings = StepConfig(**asdict(settings) | {"model": "test", "batch": 2, "context": 40, "steps": 3})
     if settings.json and not Path(settings.json).absolute().parent.is_dir():
         raise ConfigError(f"--json={shorten(settings.json)}: its folder is not there")
-    title, times = measure(settings)
-    print(_format(title, times, settings))
+    if settings.adapters:
+        title, plain, times = compare_adapters(settings)
+        print(_format(f"{title}, no adapters", plain, settings))
+        print(_format(f"{title}, {settings.adapters} adapters of rank {settings.adapter_rank}", times, settings))
+        print(f"throughput with adapters: {plain.median_s / times.median_s:.3f} of that without")
+    else:
+        title, times = measure(settings)
+        print(_format(title, times, settings))
     if settings.json:
         Path(settings.json).write_text(json.dumps(_document(settings, times), indent=2) + "\n", encoding="utf-8")
         print(f"all figures are in {settings.json}")
@@ -60,17 +72,7 @@ def measure(settings: StepConfig) -> tuple[str, TimedSteps]:
     """
     from gpu_worker.model.assembly import load_runner
 
-    if settings.model in SHAPES:
-        folder = ensure_model(settings.model, settings.cache_dir)
-    else:
-        folder = checkpoint.resolve(settings.model, Path(), say)
-    worker = stepping.worker_config(
-        folder,
-        settings.engine_flags,
-        f"--max-num-seqs={max(settings.batch, 128)}",
-        f"--max-step-ms={stepping.NO_STEP_LIMIT_MS}",
-    )
-    say(f"loading {folder}")
+    worker, folder = _worker(settings)
     runner = load_runner(worker)
     speculation = worker.engine.speculation()
     most_drawn = 1 if speculation is None else 1 + speculation.num_tokens
@@ -92,6 +94,53 @@ def measure(settings: StepConfig) -> tuple[str, TimedSteps]:
         return f"{title}, prompts", first
     bench.step(NUM_WARM_UP)
     return title, bench.step(settings.steps)
+
+
+def compare_adapters(settings: StepConfig) -> tuple[str, TimedSteps, TimedSteps]:
+    """What was measured, in words, and the times of steps without and with adapters, which took turns.
+
+    Raises:
+        ConfigError: as `measure`.
+    """
+    from gpu_worker.model.assembly import load_runner
+    from quire.bench.random_adapter import add_random_adapters
+
+    worker, folder = _worker(settings, f"--max-loras={settings.adapters}", "--enable-lora",
+                             f"--max-lora-rank={settings.adapter_rank}")  # fmt: skip
+    runner = load_runner(worker)
+    adapters = add_random_adapters(runner, folder, settings.adapters, settings.adapter_rank)
+    num_tokens = settings.context + NUM_WARM_UP + settings.steps + 1
+    prompts = stepping.random_prompts(settings.batch, settings.context, runner.vocab_size, 0)
+    times: dict[bool, list[TimedSteps]] = {False: [], True: []}
+    for turn in range(2 * NUM_TURNS):
+        is_adapted, bench = turn % 2 == 1, Bench(runner, worker.engine, max_model_len=runner.max_model_len)
+        sequences = [stepping.make_sequence(i, prompt, max_tokens=num_tokens) for i, prompt in enumerate(prompts)]
+        for i, sequence in enumerate(sequences if is_adapted else ()):
+            sequence.adapter = adapters[i % len(adapters)]
+        bench.add(sequences)
+        bench.step_until_drawn(sequences)
+        bench.step(NUM_WARM_UP)
+        times[is_adapted].append(bench.step(settings.steps))
+        bench.engine.clear()
+    title = f"{folder.name}, {runner.dtype} on {runner.device}, batch {settings.batch}, context {settings.context}"
+    return title, stepping.join(times[False]), stepping.join(times[True])
+
+
+def _worker(settings: StepConfig, *flags: str) -> tuple[WorkerConfig, Path]:
+    """The worker's settings, and the model's folder."""
+    if settings.model in SHAPES:
+        folder = ensure_model(settings.model, settings.cache_dir)
+    else:
+        folder = checkpoint.resolve(settings.model, Path(), say)
+    worker = stepping.worker_config(
+        folder,
+        settings.engine_flags,
+        f"--max-num-seqs={max(settings.batch, 128)}",
+        f"--max-step-ms={stepping.NO_STEP_LIMIT_MS}",
+        *flags,
+    )
+    say(f"loading {folder}")
+    return worker, folder
 
 
 def _format(title: str, times: TimedSteps, settings: StepConfig) -> str:

@@ -127,6 +127,18 @@ class TimedSteps:
         return percentile(self.view_s, 50)
 
 
+def join(several: Sequence[TimedSteps]) -> TimedSteps:
+    """Steps of the same kind, timed at several times."""
+    names = several[0].parts_s
+    return TimedSteps(
+        wall_s=tuple(seconds for times in several for seconds in times.wall_s),
+        cpu_s=tuple(seconds for times in several for seconds in times.cpu_s),
+        view_s=tuple(seconds for times in several for seconds in times.view_s),
+        parts_s={name: sum(times.parts_s.get(name, 0.0) for times in several) / len(several) for name in names},
+        num_drawn=sum(times.num_drawn for times in several),
+    )
+
+
 class Bench:
     """A worker's engine over `runner`, and ways to time it. It learns what steps cost as it does in a worker, so drafts
     are taken while they pay. It has no prefix cache: what is timed is to be computed.

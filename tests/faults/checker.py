@@ -80,6 +80,9 @@ async def _redis_unrest(client: Any) -> list[str]:
         elif key.startswith(_ENDED_PREFIXES):
             if await client.ttl(key) < 0:
                 reasons.append(f"{key} has no TTL")
+        elif key.startswith(keys.card("")):
+            if await client.zscore(keys.CARDS, key.removeprefix(keys.card(""))) is None:
+                reasons.append(f"{key} is not in {keys.CARDS}")
         elif key not in keys.STANDING_KEYS:
             reasons.append(f"{key} is not a key of ours")
     if await client.exists(keys.SUBMIT) and await client.xlen(keys.SUBMIT):

@@ -106,6 +106,7 @@ async def _make_site(
     stack: AsyncExitStack,
     tiny_folder: Path,
     tokenizer: Tokenizer,
+    /,
     *,
     bus: Bus | None = None,
     folder: Path | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 
 from shared.bus import Bus, CommitAnswer, CommitItem, CommitOutcome, DispatchAnswer, LeaderPulse
@@ -32,6 +33,7 @@ class ScriptedWorker:
         self.num_steps = 0
         self.num_ended_early = 0
         self.num_cached: Callable[[int], int] = lambda choice: 0
+        self.embed: Callable[[Sequence[int]], list[float]] = lambda prompt: [len(prompt), prompt[-1]]
         self.logprob: Callable[[int, int], float] = lambda choice, position: -0.5 - position / 10
         self.bodies: list[RequestBody] = []
         self.worker_id = WorkerId(new_incarnation(f"worker-{id(self)}"))
@@ -129,6 +131,8 @@ class ScriptedWorker:
         return await self.bus.commit(self.worker_id, items)
 
     def _draw(self, body: RequestBody, choice: int, position: int, script: Sequence[int]) -> list[LogEntry]:
+        if body.kind == "embedding":
+            return [FinishEntry(choice, "stop", array("f", self.embed(body.prompts[choice])).tobytes())]
         token_id = script[position] if position < len(script) else self.end_id
         logprobs = None
         if body.sampling.num_logprobs is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from tests.gateway.conftest import Site, SiteMaker
 from tests.gateway.tiny_model import BOS, CHATML, END, START, STRICT, make_model_folder
 
 CHAT = "/v1/chat/completions"
+BOUND = "MemoryError|computes for longer|process died"
+"""Which bound a template meets first depends on the machine."""
 
 
 @pytest.mark.case(11)
@@ -42,7 +46,8 @@ async def test_chat_without_a_template_is_a_400(make_site: SiteMaker, tmp_path: 
 
 @pytest.mark.parametrize("template", [
     "{{ messages[0].content.nothing.more }}", "{{ ''.__class__.__mro__ }}", "{% for i in range(10**9) %}x{% endfor %}",
-    "{{ messages[0]['content'] + 1 }}", "{{ 1 // 0 }}", "{{ cycler() }}", "{{ 'x' * 2**60 }}"])  # fmt: skip
+    "{{ messages[0]['content'] + 1 }}", "{{ 1 // 0 }}", "{{ cycler() }}", "{{ 'x' * 2**60 }}", "{{ 'x' | nothing }}",
+    "{{ '%c' | format(55296) * 9000000 }}"])  # fmt: skip
 async def test_a_template_that_breaks_is_a_400(make_site: SiteMaker, tmp_path: Path, template: str) -> None:
     """A template that fails, or reaches for what the sandbox forbids, should be a 400 and leave the gateway well."""
     site = await make_site(folder=make_model_folder(tmp_path / "tiny", template=template))
@@ -50,6 +55,55 @@ async def test_a_template_that_breaks_is_a_400(make_site: SiteMaker, tmp_path: P
     assert (status, answer["error"]["param"]) == (400, "messages")
     assert answer["error"]["message"].rpartition(": ")[2]
     await site.check_alive()
+
+
+@pytest.mark.parametrize(("template", "reason"), [
+    ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "computes for longer than 1 s"),
+    ("{% set a = namespace(x=[1]) %}{% for i in range(60) %}{% set a.x = [a.x, a.x] %}{% endfor %}{{ a.x == [a.x][0] }}"
+     "{{ a.x | string }}", BOUND),
+    ("{{ 'x' * (messages | length) * 2000000000 }}", BOUND),
+    ("{{ 'x' * 2000000000 }}", BOUND),
+    ("{{ 'x' | center(2000000000) }}", BOUND),
+    ("{% set a = namespace(x='x') %}{% for i in range(40) %}{% set a.x = a.x ~ a.x %}{% endfor %}{{ a.x }}",
+     BOUND),
+    ("{{ 'x' * 9000000 }}", "9000000 characters, more than 8388608"),
+])  # fmt: skip
+async def test_a_template_without_bounds_is_a_400(
+    make_site: SiteMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, reason: str
+) -> None:
+    """A template that loops for ever or fills the memory should be a 400; others go on, and so do later chats."""
+    monkeypatch.setattr("gateway.limits.TEMPLATE_TIMEOUT_S", 120.0)
+    if "1 s" in reason:
+        monkeypatch.setattr("gateway.template_process.MAX_CPU_S", 1)
+    harmless = "{% if messages[0].content == 'bad' %}" + template + "{% else %}fine{% endif %}"
+    site = await make_site(folder=make_model_folder(tmp_path / "tiny", template=harmless))
+    bad, good = ({"messages": [{"role": "user", "content": text}], "max_tokens": 2} for text in ("bad", "good"))
+    refused = asyncio.create_task(site.post(CHAT, bad))
+    assert (await site.post("/v1/completions", {"prompt": "hi"}))[0] == 200
+    status, answer = await refused
+    assert (status, answer["error"]["code"]) == (400, "chat_template_error")
+    assert re.search(reason, answer["error"]["message"])
+    monkeypatch.undo()
+    assert (await site.post(CHAT, good))[0] == 200
+
+
+async def test_the_process_of_a_template_ends_with_the_gateway(make_site: SiteMaker, tmp_path: Path) -> None:
+    """One process should serve all chats, a new one follow one that was killed, and none outlive the gateway."""
+    site = await make_site(folder=make_model_folder(tmp_path / "tiny"))
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    renderer = site.app.gateway.directory.find(None).text.encoder._template._process
+    assert renderer._process is None
+    assert (await site.post(CHAT, chat))[0] == 200
+    first = renderer._process
+    assert (await site.post(CHAT, chat))[0] == 200
+    assert renderer._process is first
+    first.kill()
+    assert (await site.post(CHAT, chat))[0] == 400
+    assert (await site.post(CHAT, chat))[0] == 200
+    second = renderer._process
+    await site.app.close()
+    assert first.poll() is not None
+    assert second.poll() is not None
 
 
 def encoder_for(path: Path, template: str = CHATML) -> tuple[PromptEncoder, Any]:

@@ -34,7 +34,7 @@ from tests.waiting import wait_until_async
 
 COMPLETIONS = "/v1/completions"
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = HealthSettings(models=frozenset({"tiny"}), worker_lease_s=3.0, leader_lease_s=1.5)
+SETTINGS = HealthSettings(worker_lease_s=3.0, leader_lease_s=1.5)
 HELLO = WorkerHello(worker_id=WorkerId("w:1"), model="tiny", fingerprint="f", dtype="float32", device="cpu",
                     max_model_len=512, block_size=16, num_blocks=64, max_num_seqs=8, pid=1, host="h")  # fmt: skip
 
@@ -112,7 +112,7 @@ async def test_a_worker_with_work_and_no_steps_is_not_ready(counters: tuple[Coun
     bus.worker = dataclasses.replace(bus.worker, has_work=True)
     await watch(bus, view, clock, 3.5, steps=0)
     assert view.why_not_ready() == ["no worker makes steps"]
-    assert view.serving() == HELLO
+    assert [pulse.hello for pulse in view.serving()] == [HELLO]
     await watch(bus, view, clock, 0.25)
     assert view.why_not_ready() == []
 
@@ -123,7 +123,7 @@ async def test_timers_start_again_when_the_bus_returns(counters: tuple[Counters,
     bus.is_up = False
     await watch(bus, view, clock, 10, leader=0, worker=0)
     assert view.why_not_ready() == ["bus unreachable"]
-    assert view.serving() is None
+    assert view.serving() == []
     bus.is_up = True
     await watch(bus, view, clock, 0.25, leader=0, worker=0)
     assert view.why_not_ready() == []
@@ -138,17 +138,16 @@ async def test_a_pause_of_the_gateway_itself_is_nobodys_death(
     assert view.why_not_ready() == []
     await view.poll()
     assert view.why_not_ready() == []
-    assert view.serving() == HELLO
+    assert [pulse.hello for pulse in view.serving()] == [HELLO]
     await watch(bus, view, clock, 3, worker=0)
     assert view.why_not_ready() == ["no live worker"]
 
 
 async def test_another_models_worker_does_not_count(counters: tuple[Counters, HealthView, ManualClock]) -> None:
-    """Only workers of the gateway's model make it ready."""
-    bus, view, _ = counters
-    bus.worker = WorkerPulse(hello=dataclasses.replace(HELLO, model="x"), beat=1, num_steps=1, has_work=False)
-    await view.poll()
-    assert view.why_not_ready() == ["no live worker"]
+    """Only workers that are wanted make a gateway ready."""
+    _, view, _ = counters
+    assert view.why_not_ready(lambda worker: worker.model == "tiny") == []
+    assert view.why_not_ready(lambda worker: worker.model == "x") == ["no live worker"]
 
 
 async def test_health_stays_and_ready_falls_with_the_worker(site: Site) -> None:

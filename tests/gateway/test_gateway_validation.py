@@ -204,7 +204,7 @@ async def test_logit_bias_outside_its_range_is_refused(site: Site, bias: Any) ->
 @pytest.mark.case(38)
 async def test_padded_rows_of_the_vocabulary_take_no_bias(site: Site) -> None:
     """An id that only the padding of the model's vocabulary has should be refused."""
-    padded = site.app.gateway.folder.max_token_id + 1
+    padded = site.app.gateway.directory.find(None).text.folder.max_token_id + 1
     await refused(site, COMPLETIONS, {"prompt": "hi", "logit_bias": {str(padded): 1}}, param="logit_bias")
 
 

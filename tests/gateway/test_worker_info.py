@@ -10,7 +10,7 @@ from gateway.worker_info import MAX_SETS, WorkerInfoCollector
 from shared.ids import WorkerId
 from tests.gateway.conftest import Site, SiteMaker
 
-SETTINGS = (("kv_cache_dtype", "int8"), ("max_num_batched_tokens", "512"))
+SETTINGS = (("kv_cache_dtype", "int8"), ("max_num_batched_tokens", "512"), ("tensor_parallel_size", "2"))
 
 
 async def read_labels(site: Site, name: str) -> list[dict[str, str]]:
@@ -30,6 +30,7 @@ async def test_says_how_workers_are_set(make_site: SiteMaker) -> None:
     }  # fmt: skip
     (engine,) = await read_labels(site, "quire:engine_config_info")
     assert (engine["device"], engine["max_num_seqs"], engine["max_num_batched_tokens"]) == ("cuda", "8", "512")
+    assert (engine["tensor_parallel_size"], engine["batching"]) == ("2", "")
 
 
 async def test_workers_that_are_alike_share_a_series(site: Site) -> None:

@@ -110,6 +110,9 @@ async def test_refusals_are_errors(start: Start) -> None:
     fake = await start(FakeServer(status=503))
     (report,) = await serve.measure(BenchConfig(base_url=fake.url, workload=("w1",), repeats=1))
     assert report["errors"] == ["HTTP 503: no room"]
+    text = serve.format_report(report)
+    assert "w1: 0 requests in" in text
+    assert "nan" not in text
     assert report["median"]["failed"] == 1
 
 

@@ -38,6 +38,12 @@ def test_missing_file_is_named(tmp_path: Path, missing: str) -> None:
         resolve(str(folder), tmp_path)
 
 
+def test_another_tokenizer_makes_up_for_a_missing_one(tmp_path: Path) -> None:
+    """With `--tokenizer` the model's folder need not have one."""
+    folder = make_checkpoint(tmp_path / "m", without="tokenizer.json")
+    assert checkpoint.resolve(str(folder), tmp_path, print, needs_tokenizer=False) == folder.resolve()
+
+
 @pytest.mark.parametrize("model", ["gpt2", "meta-llama/Llama-3.2-1B"])
 def test_hub_name_is_refused_with_the_remedy(tmp_path: Path, model: str) -> None:
     """A hub's name should be refused, saying that nothing is fetched and a folder is needed."""

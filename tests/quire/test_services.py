@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TypeVar
 
@@ -52,7 +53,7 @@ def test_worker_reads_what_the_launcher_was_told() -> None:
     config = make_config()
     read = read_back(services.worker_spec(config, REDIS, 1), WorkerConfig)
     process = replace(config.process, redis_url=REDIS, metrics_port=9102)
-    engine = replace(config.engine, num_threads=services.threads_per_worker(2))
+    engine = replace(config.engine, num_threads=services.threads_per_rank(config), memory_shares=2)
     assert read == WorkerConfig(process=process, model=config.model, engine=engine)
 
 
@@ -106,4 +107,26 @@ def test_compute_threads_are_set_once_for_all_libraries() -> None:
     environment = services.worker_spec(make_config(engine=EngineConfig(num_threads=3)), REDIS, 0).environment
     assert (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) == ("3", "3")
     assert int(environment["GOMP_SPINCOUNT"]) <= 100_000
-    assert services.threads_per_worker(1000) == 1
+    cores = len(os.sched_getaffinity(0))
+    assert services.threads_per_rank(make_config(workers=1)) == cores
+    assert services.threads_per_rank(make_config(workers=1000)) == 1
+    two_ranks = make_config(workers=1, engine=EngineConfig(tensor_parallel_size=2))
+    assert services.threads_per_rank(two_ranks) == max(1, cores // 2)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_cores_and_memory_are_divided_among_the_workers_of_all_models(num_ranks: int) -> None:
+    """With two models each worker should get the share of one of all workers, which its ranks divide."""
+    config = make_config(more_models=("/m/other",), engine=EngineConfig(tensor_parallel_size=num_ranks))
+    read = read_back(services.worker_spec(config, REDIS, 3), WorkerConfig)
+    assert (read.engine.memory_shares, read.engine.num_threads) == (4, services.threads_per_rank(config))
+    assert read.engine.num_threads == max(1, len(os.sched_getaffinity(0)) // (4 * num_ranks))
+    assert read.process.metrics_port == 9104
+
+
+def test_an_admin_key_goes_by_environment() -> None:
+    """It should arrive, and not stand on a command line."""
+    config = make_config(http=HttpConfig(enable_lora_updates=True, admin_key="root-key"))
+    spec = services.gateway_spec(config, REDIS, 0, 4321)
+    assert not any("root-key" in argument for argument in spec.argv)
+    assert read_back(spec, GatewayConfig).http.admin_key == "root-key"

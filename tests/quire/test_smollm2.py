@@ -92,12 +92,13 @@ def make_tokenizer(path: Path, **options: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model_impl", ["quire", "transformers"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_knows_the_capital_of_france(dtype: str, folder: Path) -> None:
-    """The chat question, greedy, should get its answer and stop by itself."""
+def test_it_knows_the_capital_of_france(dtype: str, model_impl: str, folder: Path) -> None:
+    """The chat question, greedy, should get its answer and stop by itself, whoever's code computes the model."""
     runner = load_runner(
         WorkerConfig(
-            model=ModelConfig(model=str(folder), dtype=dtype),
+            model=ModelConfig(model=str(folder), dtype=dtype, model_impl=model_impl),
             engine=EngineConfig(device="cpu", num_threads=1, kv_cache_memory_bytes=64 << 20),
         )
     )

@@ -61,3 +61,4 @@ def test_intruder_figures() -> None:
 def test_medians_over_repeats() -> None:
     """Each figure's median should be taken by itself."""
     assert statistics.medians([{"a": 1, "b": 9}, {"a": 5, "b": 7}, {"a": 2, "b": 8}]) == {"a": 2, "b": 8}
+    assert statistics.medians([{"a": math.nan}, {"a": 5.0}]) == {"a": 5.0}

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from quire import supervisor as supervisor_module
 from quire.supervisor import ChildSpec, Signals, StartFailed, Supervisor, describe_exit
 from tests.waiting import wait_until
 
@@ -65,6 +66,23 @@ def test_restarts_slow_down(signals: Signals) -> None:
     supervisor.stop([])
     assert [line.rpartition(" in ")[2] for line in lines[:4]] == ["0.1 s", "0.2 s", "0.4 s", "0.8 s"]
     assert "ended with exit code 7" in lines[0]
+
+
+def test_a_child_that_keeps_dying_is_given_up(signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor that gives up should do so for a row of deaths, not for as many between which the child lived."""
+    monkeypatch.setattr(supervisor_module, "MAX_DEATHS_IN_ROW", 3)
+    lines: list[str] = []
+    supervisor = Supervisor(signals, lines.append, lambda: None)
+    supervisor.is_settled = supervisor.gives_up = True
+    supervisor.start(make_spec("a", "raise SystemExit(7)"))
+    with pytest.raises(StartFailed, match=r"a keeps dying: .*exit code 7"):
+        wait_for(supervisor, lambda: False, "the third death")
+    assert len(lines) == 2
+    supervisor.stop([])
+    monkeypatch.setattr(supervisor_module, "STEADY_AFTER_S", 0.0)
+    supervisor.start(make_spec("b", "raise SystemExit(7)"))
+    wait_for(supervisor, lambda: len(lines) >= 6, "four deaths")
+    supervisor.stop([])
 
 
 def test_wrong_setting_ends_the_start(signals: Signals) -> None:
@@ -126,7 +144,7 @@ def test_stop_goes_in_order_and_kills_what_does_not_end(signals: Signals, tmp_pa
     pids = supervisor.pids()
     supervisor.stop([([name], 0.5) for name in ("gateway", "worker", "scheduler", "redis")])
     assert record.read_text().split() == ["gateway", "worker", "scheduler"]
-    assert lines == ["redis: not stopped, killing"]
+    assert lines == ["redis: still at work after 0.5 s, killed"]
     assert [pid for pid in pids.values() if psutil.pid_exists(pid)] == []
 
 
@@ -197,7 +215,7 @@ def test_a_retired_child_that_does_not_end_is_killed(signals: Signals) -> None:
     supervisor.retire("a", 0.2)
     assert supervisor.pids() == {"a": pid}
     wait_for(supervisor, lambda: supervisor.names() == [], "the end of a")
-    assert lines == [f"a (pid {pid}) was told to leave: not stopped, killing"]
+    assert lines == [f"a (pid {pid}) was told to leave: still at work, killed"]
     assert not psutil.pid_exists(pid)
 
 

@@ -24,7 +24,7 @@ FLOATS = st.floats(allow_nan=False)
 LOGPROBS = st.builds(Logprobs, FLOATS, st.lists(st.tuples(IDS, FLOATS), max_size=5).map(tuple))
 ENTRIES: st.SearchStrategy[LogEntry] = st.one_of(
     st.builds(TokenEntry, IDS, IDS, st.none() | LOGPROBS, st.just(0) | st.integers(1, 2**31)),
-    st.builds(FinishEntry, IDS, st.sampled_from(FINISH_REASONS)),
+    st.builds(FinishEntry, IDS, st.sampled_from(FINISH_REASONS), st.binary(max_size=40)),
 )
 
 

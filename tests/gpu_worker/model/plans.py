@@ -16,11 +16,15 @@ from shared.messages import SamplingParams
 
 
 def make_runner(
-    folder: Path, *, dtype: str = "float32", quantization: str = "none", max_model_len: int | None = None, **engine: Any
-) -> DecoderRunner:
+    folder: Path, *, dtype: str = "float32", quantization: str = "none", max_model_len: int | None = None,
+    model_impl: str = "auto", tokenizer: str = "", **engine: Any,
+) -> DecoderRunner:  # fmt: skip
     """A runner on the CPU with one thread unless said otherwise."""
     settings = {"device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": 16 << 20} | engine
-    model = ModelConfig(model=str(folder), dtype=dtype, quantization=quantization, max_model_len=max_model_len)
+    model = ModelConfig(
+        model=str(folder), dtype=dtype, quantization=quantization, max_model_len=max_model_len, model_impl=model_impl,
+        tokenizer=tokenizer,
+    )  # fmt: skip
     return load_runner(WorkerConfig(model=model, engine=EngineConfig(**settings)))
 
 

@@ -49,7 +49,10 @@ def edit(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported: .*Llama.*Qwen3Moe"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "MambaForCausalLM is not supported: .*; supported: .*Llama.*Qwen3Moe",
+        ),
         ({"architectures": None}, "architectures = None: must name one"),
         ({"hidden_size": "64"}, "hidden_size = '64': must be a positive whole number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
@@ -74,7 +77,7 @@ def edit(folder: Path, **changes: Any) -> None:
             QWEN2 | {"use_sliding_window": False, "layer_types": ["full_attention", "sliding_attention"]},
             "layer_types = .* all layers are full_attention",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized checkpoints are not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "bits = None: only 4 is supported for awq"),
         ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "'su' is not supported; supported: default, linear"),
         ({"rope_parameters": "yarn"}, "rope_parameters = 'yarn': must be an object"),
         ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor = '4': must be a positive number"),
@@ -206,7 +209,7 @@ def test_missing_and_unexpected_weights_are_named(folder: Path) -> None:
         ({k: v for k, v in weights.items() if k != "model.norm.weight"}, r"no tensor model\.norm\.weight"),
         (weights | {"model.extra.weight": torch.zeros(1)}, r"no place for model\.extra\.weight"),
         (weights | {"model.norm.weight": torch.zeros(3)}, r"model\.norm\.weight is \[3\].*asks for \[64\]"),
-        (weights | {"model.norm.weight": torch.zeros(64, dtype=torch.int8)}, "quantized weights are not supported"),
+        (weights | {"model.norm.weight": torch.zeros(64, dtype=torch.int8)}, "does not say how it is quantized"),
     ):
         save_file(changed, path)
         with pytest.raises(ConfigError, match=message):
@@ -252,6 +255,18 @@ def test_fingerprint_tells_weights_config_and_dtype_apart(folder: Path) -> None:
     edit(folder, rope_theta=12345.0)
     seen.add(fingerprint(folder, "float32"))
     assert len(seen) == 4
+
+
+def test_fingerprint_tells_how_many_ids_may_be_drawn(folder: Path) -> None:
+    """The same weights with fewer tokens should be another model, since other ids are drawn."""
+    whole = make_runner(folder)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["added_tokens"].pop()
+    file.write_text(json.dumps(tokenizer))
+    less = make_runner(folder)
+    assert less.vocab_size == whole.vocab_size - 1
+    assert less.fingerprint != whole.fingerprint
 
 
 def test_flags_are_checked_against_the_model(folder: Path) -> None:

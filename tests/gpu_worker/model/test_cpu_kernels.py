@@ -16,6 +16,7 @@ from gpu_worker.model.llama import Llama
 from gpu_worker.model.runner import DecoderRunner
 from shared.errors import ConfigError
 from tests.gpu_worker.model.plans import generate, give_blocks, make_runner, make_sequence, plan_step
+from tests.gpu_worker.model.tiny_families import FAMILIES, write_tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,14 @@ def draw(runner: DecoderRunner) -> list[int]:
     return generate(runner, [sequence], NUM_TOKENS)[0]
 
 
-@pytest.mark.parametrize("name", ["llama_folder", "qwen2_folder"])
+@pytest.fixture
+def experts_folder(tmp_path: Path) -> Path:
+    """A tiny Qwen3-MoE: of its three layers the middle one is dense."""
+    sizes = {"vocab_size": 512, "max_position_embeddings": 512}
+    return write_tiny_model(FAMILIES["qwen3_moe"] | sizes, tmp_path / "qwen3-moe")
+
+
+@pytest.mark.parametrize("name", ["llama_folder", "qwen2_folder", "experts_folder"])
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_packed_weights_are_read_back_the_same(
     name: str, quantization: str, cache_dir: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
@@ -72,12 +80,22 @@ def test_a_cache_that_cannot_be_written_stops_nothing(llama_folder: Path, tmp_pa
 
 @pytest.mark.usefixtures("cpu_kernels")
 def test_what_the_kernels_do_not_have_is_computed_by_torch(llama_folder: Path) -> None:
-    """Half precision should go to torch by itself, and be refused where the kernels are asked for."""
+    """Without the kernels torch should compute."""
     assert isinstance(make_runner(llama_folder)._model, CpuDecoder)
     assert isinstance(make_runner(llama_folder, cpu_kernels="off")._model, Llama)
-    assert isinstance(make_runner(llama_folder, dtype="float16")._model, Llama)
-    with pytest.raises(ConfigError, match=r"--cpu-kernels=on: .*float16"):
-        make_runner(llama_folder, dtype="float16", cpu_kernels="on")
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+def test_half_precision_is_widened(llama_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """float16, of the model and of its cache, should be computed as float32, bit by bit, with one warning."""
+    expected = draw(make_runner(llama_folder, dtype="float32", cpu_kernels="on"))
+    caplog.clear()
+    runner = make_runner(llama_folder, dtype="float16", kv_cache_dtype="fp16", cpu_kernels="on")
+    assert expected == draw(runner)
+    assert (runner.card.dtype, runner._cache.keys(0).dtype) == ("float32", torch.float32)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "half.widened dtype=float16 kv_cache_dtype=fp16 instead=float32" in warnings[0]
 
 
 @pytest.mark.usefixtures("cpu_kernels")
@@ -94,12 +112,13 @@ def test_a_machine_without_a_compiler_computes_with_torch(
 
 
 @pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize("name", ["qwen2_folder", "experts_folder"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantized_logits_are_those_of_torch(quantization: str, qwen2_folder: Path) -> None:
+def test_quantized_logits_are_those_of_torch(name: str, quantization: str, request: pytest.FixtureRequest) -> None:
     """Both ways should quantize the same weights the same; what they round elsewhere may tip single values."""
-    logits = []
+    logits, folder = [], request.getfixturevalue(name)
     for kernels in ("on", "off"):
-        runner = make_runner(qwen2_folder, cpu_kernels=kernels, quantization=quantization)
+        runner = make_runner(folder, cpu_kernels=kernels, quantization=quantization)
         sequence = make_sequence(PROMPT)
         give_blocks([sequence], runner.block_size, len(PROMPT) + 1)
         logits.append(runner.compute_logits(plan_step([sequence], 512))[0].clone())

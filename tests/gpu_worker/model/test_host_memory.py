@@ -141,6 +141,7 @@ def test_should_refuse_what_is_not_there(swap_bytes: int, cache_bytes: int, erro
     with pytest.raises(ConfigError, match=rf"--swap-space=.*{error}"):
         size_host(swap_bytes, LAYOUT, cache_bytes=cache_bytes)
     assert size_host(10 * LAYOUT.block_bytes + 1, LAYOUT, cache_bytes=0) == 10
+    assert size_host(10 * LAYOUT.block_bytes + 1, LAYOUT, cache_bytes=0, num_ranks=3) == 3
 
 
 def test_no_host_memory_without_a_use(llama_folder: Path) -> None:

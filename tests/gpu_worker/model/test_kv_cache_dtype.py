@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from gpu_worker.model.cpu_decoder import CpuDecoder
-from gpu_worker.model.llama import Llama
 from gpu_worker.model.runner import DecoderRunner
 from shared.config import WorkerConfig
 from shared.errors import ConfigError
@@ -72,15 +71,6 @@ def test_the_kernels_give_what_torch_gives(name: str, settings: dict[str, Any], 
     ours, expected = map(prompt_logits, runners)
     least = 0.9999 if settings == {"dtype": "float32"} and name in ("fp32", "int8") else 0.999
     assert torch.nn.functional.cosine_similarity(ours, expected, dim=0) > least
-
-
-@pytest.mark.usefixtures("cpu_kernels")
-def test_what_the_kernels_cannot_keep_is_computed_by_torch(llama_folder: Path) -> None:
-    """A cache of fp16, and models of float16, should go to torch by themselves; with `on` they should be refused."""
-    for settings in ({"kv_cache_dtype": "fp16"}, {"kv_cache_dtype": "int8", "dtype": "float16"}):
-        assert isinstance(make_runner(llama_folder, **settings)._model, Llama)
-        with pytest.raises(ConfigError, match=r"--cpu-kernels=on: .*float16"):
-            make_runner(llama_folder, cpu_kernels="on", **settings)
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])

@@ -93,6 +93,14 @@ def test_explicit_size_is_used_in_full() -> None:
     assert size.num_full_requests == 10.0
 
 
+def test_ranks_share_what_there_is() -> None:
+    """Blocks of which each of three ranks has its part should be counted with all parts, in errors, too."""
+    need = replace(make_need(wanted_len=100), num_ranks=3)
+    assert size_kv(need, BLOCK_BYTES * 70 + 5, is_explicit=True).num_blocks == 23
+    with pytest.raises(ConfigError, match=rf"{BLOCK_BYTES * 20} bytes hold 96 tokens.*\(7 blocks, {BLOCK_BYTES * 21} "):
+        size_kv(need, BLOCK_BYTES * 20, is_explicit=True)
+
+
 def test_default_size_stops_at_what_can_be_used() -> None:
     """Without a flag there should be no more blocks than `max_num_seqs` full-length requests fill."""
     size = size_kv(make_need(max_num_seqs=4), BLOCK_BYTES * 10**6, is_explicit=False)

@@ -94,6 +94,8 @@ def load(folder: Path, **settings: object) -> DecoderRunner:
     [
         ("off", "float32", "auto", False),
         ("off", "float32", "int8", True),
+        ("transformers", "float32", "auto", False),
+        ("transformers", "float32", "fp8", True),
         ("on", "float32", "auto", False),
         ("on", "float32", "auto", True),
         ("on", "float32", "int8", False),
@@ -108,7 +110,8 @@ def test_tokens_should_be_those_of_an_undisturbed_run(
     should give the tokens that it gives alone, and in float32 those of `transformers`."""
     if kernels == "on":
         request.getfixturevalue("cpu_kernels")
-    runner = load(llama, cpu_kernels=kernels, dtype=dtype, kv_cache_dtype=kv_dtype)
+    way = {"model_impl": kernels} if kernels == "transformers" else {"cpu_kernels": kernels}
+    runner = load(llama, dtype=dtype, kv_cache_dtype=kv_dtype, **way)
     expected, _ = serve(make_engine(runner, is_disturbed=False), together=1)
     tokens, view = serve(make_engine(runner, is_disturbed=True, is_drafting=is_drafting), together=NUM_REQUESTS)
     assert tokens == expected

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+Spread = Callable[[str, torch.Tensor], tuple[float, float]]
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -83,9 +86,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """config.json of each, but for the architecture."""
 
 
-def write_tiny_model(config: dict[str, Any], folder: Path, *, max_shard_size: str = "50GB") -> Path:
+def write_tiny_model(
+    config: dict[str, Any], folder: Path, *, max_shard_size: str = "50GB", spread: Spread | None = None
+) -> Path:
     """The folder, with config.json and float32 safetensors of random weights whose greedy texts vary: see
-    `quire.bench.random_model` for why they are scaled as they are."""
+    `quire.bench.random_model` for why they are scaled as they are. `spread`: mean and standard deviation of a weight's
+    numbers by its name; None: those that fit the families here."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = dict(config)
@@ -93,13 +99,13 @@ def write_tiny_model(config: dict[str, Any], folder: Path, *, max_shard_size: st
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            centre, spread = _spread(name, weight)
+            centre, deviation = (spread or _spread)(name, weight)
             if "gemma" in config["model_type"]:
                 if "embed" in name:
-                    spread = 2.0 / weight.shape[1] ** 0.5  # they are scaled by the root of their size
+                    deviation = 2.0 / weight.shape[1] ** 0.5  # they are scaled by the root of their size
                 elif "post" in name:
                     centre = 5.0  # else layers add little beside the embedding
-            weight.normal_(0.0, spread, generator=generator).add_(centre)
+            weight.normal_(0.0, deviation, generator=generator).add_(centre)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 

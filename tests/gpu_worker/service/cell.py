@@ -70,13 +70,14 @@ class Cell:
         await asyncio.gather(*(worker.task for worker in self.workers), return_exceptions=True)
 
     async def start_worker(
-        self, runner: ScriptedRunner | None = None, *, drain_s: float = 5.0, max_num_batched_tokens: int = 64
-    ) -> Worker:
+        self, runner: ScriptedRunner | None = None, *, drain_s: float = 5.0, max_num_batched_tokens: int = 64,
+        has_adapters: bool = False,
+    ) -> Worker:  # fmt: skip
         """A worker that has said hello and reported."""
         config = WorkerConfig(
             process=ProcessConfig(drain_s=drain_s, worker_lease_s=0.3),
             model=ModelConfig(model="/models/scripted"),
-            engine=EngineConfig(max_num_batched_tokens=max_num_batched_tokens),
+            engine=EngineConfig(max_num_batched_tokens=max_num_batched_tokens, enable_lora=has_adapters),
         )
         place = Place(first_id=WorkerId(f"w{len(self.workers)}:1"))
         worker = Worker(runner=runner or ScriptedRunner(), place=place, stop=asyncio.Event())
@@ -87,7 +88,7 @@ class Cell:
         return worker
 
     async def submit(
-        self, *prompts: tuple[int, ...], n: int = 1, max_tokens: int = 12, **sampling: object
+        self, *prompts: tuple[int, ...], n: int = 1, max_tokens: int = 12, adapter: str = "", **sampling: object
     ) -> RequestId:
         """A stored request with one listener."""
         prompts = prompts or ((1, 2, 3, 4, 5),)
@@ -99,7 +100,10 @@ class Cell:
                     request_id=request_id, tenant="t", model="scripted", fingerprint="scripted",
                     prompt_lens=tuple(map(len, prompts)), n=n, max_tokens=max_tokens,
                 ),
-                body=RequestBody(kind="completion", model="scripted", created=0, prompts=prompts, n=n, sampling=params),
+                body=RequestBody(
+                    kind="completion", model="scripted", created=0, prompts=prompts, n=n, sampling=params,
+                    adapter=adapter, adapter_path=f"/adapters/{adapter}",
+                ),
                 gateway_id=GatewayId("g:1"),
                 connection_id=ConnectionId("c"),
             )

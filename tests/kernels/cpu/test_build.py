@@ -26,17 +26,17 @@ def copying_compiler(kernels_folder: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_leftovers_of_a_killed_compiler_are_swept(copying_compiler: bytes, tmp_path: Path) -> None:
-    """A file that nobody can be writing any more should go with the next compilation; a fresh one is somebody's."""
+    """What nobody can be writing any more should go with the next compilation; a fresh folder is somebody's."""
     folder = tmp_path / "cache"
-    folder.mkdir()
-    old, fresh = folder / "unfinished-old.so", folder / "unfinished-fresh.so"
-    old.touch()
-    fresh.touch()
-    os.utime(old, (0, old.stat().st_mtime - COMPILE_TIMEOUT_S - 1))
+    old, fresh = folder / "unfinished-old", folder / "unfinished-fresh"
+    for made_by_others in (old, fresh):
+        made_by_others.mkdir(parents=True)
+        (made_by_others / "pool.o").touch()
+    os.utime(old, (0, old.stat().st_mtime - 2 * COMPILE_TIMEOUT_S - 1))
     made = build(folder, Isa.AVX2)
     assert made.is_new
     assert made.path.read_bytes() == copying_compiler
-    assert sorted(path.name for path in folder.iterdir()) == [LOCK, made.path.name, "unfinished-fresh.so"]
+    assert sorted(path.name for path in folder.iterdir()) == [LOCK, made.path.name, "unfinished-fresh"]
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.4, 1.0])

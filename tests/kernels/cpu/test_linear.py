@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ SIZES = [(1, 1), (16, 32), (17, 63), (33, 96), (100, 34), (64, 896), (80, 4864),
 ROWS = [1, 2, 5, 6, 7, 16, 17, 32, 33, 97, 193, 1100]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-4}
 """Of sums in float32 against sums in float64; bfloat16 products are exact, their sums rounded oftener."""
+
+GATES = {Epilogue.SILU_MUL: F.silu, Epilogue.GELU_MUL: partial(F.gelu, approximate="tanh")}
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -119,28 +122,30 @@ def test_adds_to_the_residual(machine: Machine, dtype: torch.dtype, rows: int) -
 @dtypes
 @pytest.mark.parametrize("rows", [1, 5, 33, 150])
 @pytest.mark.parametrize("out_dtype", DTYPES)
-def test_gates(machine: Machine, dtype: torch.dtype, rows: int, out_dtype: torch.dtype) -> None:
-    """SILU_MUL should give silu(gate) · up of interleaved halves, in the output's dtype."""
+@pytest.mark.parametrize("epilogue", GATES)
+def test_gates(machine: Machine, dtype: torch.dtype, rows: int, out_dtype: torch.dtype, epilogue: Epilogue) -> None:
+    """A gate should give activation(gate) · up of interleaved halves, in the output's dtype."""
     gate, up = (torch.randn(40, 96).to(dtype) for _ in range(2))
     x = torch.randn(rows, 96).to(dtype)
     y = torch.full((rows, 48), torch.nan, dtype=out_dtype)
     bias = torch.randn(80)
     both = interleave(bias[:40], bias[40:])
-    multiply(machine, x, interleave(gate, up), bias=both, y=y, epilogue=Epilogue.SILU_MUL, threads=2)
+    multiply(machine, x, interleave(gate, up), bias=both, y=y, epilogue=epilogue, threads=2)
     gated, upped = multiply(machine, x, gate, bias=bias[:40]), multiply(machine, x, up, bias=bias[40:])
-    expected = F.silu(gated.double()).float() * upped
+    expected = GATES[epilogue](gated.double()).float() * upped
     tolerance = 2e-6 if out_dtype == torch.float32 else 8e-3
     torch.testing.assert_close(expected.to(out_dtype), y[:, :40], rtol=tolerance, atol=1e-6)
     assert not bool(y[:, 40:].any())
 
 
-def test_gates_keep_extremes(machine: Machine) -> None:
+@pytest.mark.parametrize("epilogue", GATES)
+def test_gates_keep_extremes(machine: Machine, epilogue: Epilogue) -> None:
     """The gate of a large number should be that number, of a large negative one 0, of NaN NaN."""
     z = torch.tensor([[90.0], [1e30], [-90.0], [-1e30], [torch.nan], [0.0]])
     weight = interleave(torch.ones(1, 1), torch.zeros(1, 1))
     bias = interleave(torch.zeros(1), torch.ones(1))
     y = torch.empty(6, 16)
-    multiply(machine, z, weight, bias=bias, y=y, epilogue=Epilogue.SILU_MUL)
+    multiply(machine, z, weight, bias=bias, y=y, epilogue=epilogue)
     expected = torch.tensor([90.0, 1e30, 0, 0, torch.nan, 0])
     torch.testing.assert_close(expected, y[:, 0], rtol=1e-6, atol=1e-5, equal_nan=True)
 

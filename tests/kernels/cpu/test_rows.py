@@ -49,6 +49,26 @@ def test_embeds_from_a_packed_table(machine: Machine, kind: str, hidden: int) ->
         assert bool(out[rows].isnan().all())
 
 
+def test_scales_embeddings(machine: Machine) -> None:
+    """Every row should be multiplied by the scale, and nothing beyond it."""
+    packed, table = table_of("bfloat16", torch.randn(50, 100))
+    token_ids, out = torch.randint(0, 50, (7,)), torch.full((8, 100), torch.nan)
+    machine.run(lambda program: add_embed(program, packed, out, scale=9.75), 7, threads=2, token_ids=token_ids)
+    assert torch.equal(table[token_ids] * 9.75, out[:7])
+    assert bool(out[7].isnan().all())
+
+
+@pytest.mark.parametrize("hidden", WIDTHS)
+def test_norm_adds(machine: Machine, hidden: int) -> None:
+    """A norm that is added should leave the sum of what was there and the norm, and nothing beyond."""
+    x, scale, there = torch.randn(33, hidden), torch.randn(hidden), torch.randn(34, hidden)
+    alone, out = torch.empty(33, hidden), there.clone()
+    norm(machine, x, scale, alone)
+    machine.run(lambda program: add_norm(program, x, scale, out, EPS, is_added=True), 33, threads=2)
+    assert torch.equal(there[:33] + alone, out[:33])
+    assert torch.equal(there[33], out[33])
+
+
 @pytest.mark.parametrize("hidden", WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_is_near_the_reference(machine: Machine, hidden: int, dtype: torch.dtype) -> None:

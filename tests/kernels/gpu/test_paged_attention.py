@@ -28,11 +28,12 @@ class Case:
     batch: PagedBatch
     scales: Tensor | None = None
     window: int | None = None
+    softcap: float | None = None
 
     def run(self) -> Tensor:
         return paged_attention_triton(
             self.query, self.blocks[:, 0], self.blocks[:, 1], self.batch, SCALE, kv_scales=halves(self.scales),
-            window=self.window,
+            window=self.window, softcap=self.softcap,
         )  # fmt: skip
 
     def reference(self) -> Tensor:
@@ -42,8 +43,9 @@ class Case:
         blocks = self.blocks.cpu()
         scales = None if self.scales is None else halves(self.scales.cpu())
         return paged_attention_reference(
-            self.query.cpu(), blocks[:, 0], blocks[:, 1], moved, SCALE, kv_scales=scales, window=self.window
-        )
+            self.query.cpu(), blocks[:, 0], blocks[:, 1], moved, SCALE, kv_scales=scales, window=self.window,
+            softcap=self.softcap,
+        )  # fmt: skip
 
 
 def halves(scales: Tensor | None) -> KvScales | None:
@@ -122,6 +124,21 @@ def test_tiles_and_splits_end_anywhere() -> None:
     tiles = [(31, 31), (32, 32), (33, 33), (SPLIT_TOKENS + 7, 65)]
     case = make_case(around + tiles, kv_heads=1, dtype=torch.float16)
     assert_near(case.reference(), case.run())
+
+
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 40), (torch.float16, None)])
+def test_softcapped_scores(dtype: torch.dtype, window: int | None) -> None:
+    """Capped scores should give what the formula gives, in decode rows and prompts, with a window and over int8; plain
+    ones should not."""
+    chunks = [(1, 1), (SPLIT_TOKENS + 9, 2), (100, 33)]
+    plain = replace(make_case(chunks, kv_heads=1, dtype=dtype), window=window)
+    plain = replace(plain, query=plain.query * 6)
+    case = replace(plain, softcap=3.0)
+    assert_near(case.reference(), case.run())
+    assert (plain.reference().float() - case.reference().float()).abs().max() > 0.2
+    if dtype == torch.float16:
+        quantized = quantize(case, torch.int8)
+        assert_near(quantized.reference(), quantized.run())
 
 
 def test_long_contexts_are_combined() -> None:

@@ -9,15 +9,26 @@ import torch
 
 from quire import cli
 from quire.bench.gpu import Limits, describe_time, find_difference, format_report
-from quire.bench.gpu_cases import KernelCase, ModelSizes, attention_case, cache_cases, row_cases, sampling_cases
+from quire.bench.gpu_cases import (
+    KernelCase,
+    ModelSizes,
+    attention_case,
+    cache_cases,
+    expert_case,
+    product_cases,
+    row_cases,
+    sampling_cases,
+)
 from quire.bench.gpu_decode import decode
 from quire.bench.random_model import write_random_model
 from shared.config import EngineConfig, ModelConfig, WorkerConfig
 from shared.errors import ConfigError
 
 SMALL = ModelSizes(
-    heads=4, kv_heads=2, head_size=16, hidden=64, ffn=96, vocab=300, block_size=8, dtype=torch.float32, device="cpu"
-)
+    heads=4, kv_heads=2, head_size=16, hidden=64, ffn=96, vocab=300, weight_group=32, block_size=8, dtype=torch.float32,
+    device="cpu",
+)  # fmt: skip
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "kernels.md"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a card")
@@ -34,16 +45,27 @@ def test_every_case_equals_its_reference() -> None:
     cases = [
         attention_case("decode", [(40, 1), (9, 1)], SMALL),
         attention_case("prompt", [(40, 40)], SMALL),
+        attention_case("softcapped", [(40, 3)], SMALL, softcap=2.0),
         *row_cases(5, SMALL),
         *cache_cases(5, SMALL),
         *sampling_cases(3, SMALL),
+        *product_cases(3, SMALL),
+        expert_case(3, SMALL),
     ]
-    assert len({case.name for case in cases}) == 9
+    assert len({case.name for case in cases}) == 13
     for case in cases:
         case.run()
         assert find_difference(case) is None, case.name
         case.run()
         assert case.moved_bytes > 0
+
+
+def test_table_on_paper_is_that_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/kernels.md should hold the table that the command prints, which needs no card."""
+    assert cli.main(["bench", "gpu", "--paper"]) == 0
+    table = capsys.readouterr().out
+    assert "\n| decode attention, 32 x 4096 | 537.4 | 2.1 | 263.6 µs, memory | 329 µs | 160.4 µs, memory |" in table
+    assert table in DOCS.read_text(encoding="utf-8")
 
 
 def test_a_wrong_result_is_named() -> None:
@@ -64,6 +86,14 @@ def test_least_work_is_counted_as_documented() -> None:
     assert decode_case.operations == 4 * 49 * 4 * 16
     chunk = attention_case("c", [(40, 3)], SMALL)
     assert chunk.operations == 4 * (38 + 39 + 40) * 4 * 16
+    four_bits, eight_bits = product_cases(3, SMALL)
+    moved = 3 * (64 + 192) * 4
+    assert four_bits.moved_bytes == 192 * 64 // 2 + 192 * 2 * 3 + moved
+    assert eight_bits.moved_bytes == 192 * 64 + 192 * 4 + moved
+    assert four_bits.operations == eight_bits.operations == 2 * 3 * 64 * 192
+    experts = expert_case(3, SMALL)
+    assert experts.moved_bytes == (3 * 6 * 64 * 96 + 2 * 3 * 64) * 4
+    assert experts.operations == 6 * 3 * 2 * 64 * 96
     figures = describe_time(chunk, 1e-6, Limits(bytes_per_s=1e12, operations_per_s=chunk.operations * 2e6))
     assert figures["share_of_limit"] == pytest.approx(0.5)
 

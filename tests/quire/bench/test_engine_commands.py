@@ -44,6 +44,15 @@ def test_prompts_can_be_timed(cache_dir: str, capsys: pytest.CaptureFixture[str]
     assert "prompts: 1 steps" in capsys.readouterr().out
 
 
+def test_adapters_are_compared_with_none(cache_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --adapters steps with and without should be timed, and their ratio be shown."""
+    assert step.main(["--quick", "--adapters=2", "--adapter-rank=4", f"--cache-dir={cache_dir}"]) == 0
+    shown = capsys.readouterr().out
+    assert "no adapters: 9 steps" in shown
+    assert "2 adapters of rank 4: 9 steps" in shown
+    assert "of that without" in shown
+
+
 class PacedRunner(NullRunner):
     """Always right, and steps take what the clock is told: `fixed_s`, and `row_s` for each row."""
 
