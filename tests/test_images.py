@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = {"shared", "kernels", "gateway", "scheduler_svc", "gpu_worker", "quire", "autoscaler"}
-NOT_IN_IMAGES = {"triton"}  # comes with CUDA builds of torch
+NOT_IN_IMAGES = {"triton", "transformers"}
+"""The first comes with CUDA builds of torch, the second is asked for by those who want `--model-impl transformers`."""
 
 
 def imported(*places: str) -> set[str]:

@@ -7,6 +7,7 @@ is refused by name: what asks all layers for keys and values of one shape, and s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -182,8 +183,8 @@ def foreign_class(name: str) -> Any:
         import transformers
     except ImportError:
         raise ConfigError(
-            f"{name} is computed by the package transformers, which is not installed; run "
-            "pip install 'quire[transformers]', or serve a model of an own family (docs/models.md)"
+            f"{name} is computed by the package transformers, which is not installed; run {sys.executable} -m pip "
+            "install transformers, or serve a model of an own family (docs/models.md)"
         ) from None
     found = getattr(transformers, name, None)
     if found is None:
