@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gateway.auth import KeyRing
 from gateway.directory import ModelDirectory
-from shared.adapters import content_hash, parse_lora_modules
+from shared.adapters import CONFIG_FILE, WEIGHTS_FILE, content_hash, parse_lora_modules
 from shared.bus import Bus
 from shared.config import HttpConfig, ModelConfig
 from shared.errors import ConfigError, InvalidRequest, NotFound, shorten
@@ -84,10 +84,18 @@ class AdapterDesk:
             folder = Path(path).resolve()
         except (OSError, ValueError, RuntimeError):
             folder = Path("/")
-        if not any(folder.is_relative_to(root) for root in self._roots):
+        places = (folder, *(folder / name for name in (CONFIG_FILE, WEIGHTS_FILE)))
+        if not all(self._may_be_read(place) for place in places):
             raise InvalidRequest("lora_path: must lie below --lora-dir, or be a folder of --lora-modules",
                                  param="lora_path")  # fmt: skip
         try:
             return folder, content_hash(folder)
         except ConfigError as error:
             raise InvalidRequest(f"lora_path: {error}", param="lora_path") from None
+
+    def _may_be_read(self, place: Path) -> bool:
+        """Whether what is there, links followed, lies below a folder that is open."""
+        try:
+            return any(place.resolve().is_relative_to(root) for root in self._roots)
+        except (OSError, RuntimeError):
+            return False

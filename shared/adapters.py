@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +70,10 @@ def content_hash(folder: Path) -> str:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         path = folder / name
         try:
-            digest.update(f"{name} {path.stat().st_size}\n".encode())
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{shorten(path)}: must be a regular file")
+            digest.update(f"{name} {status.st_size}\n".encode())
             with path.open("rb") as file:
                 while piece := file.read(_PIECE_BYTES):
                     digest.update(piece)

@@ -30,6 +30,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "arrow_config": (None, {}),
 }
 """What settings may be; anything else changes what an adapter computes."""
+MAX_ALPHA = 1e6
+MAX_PATTERN_CHARS, MAX_REPEATS = 200, 4
+_SLOW, _REPEATS = re.compile(r"\)[*+{]"), re.compile(r"[*+{]")
+"""In patterns: what repeats a group, and what repeats anything. Without the first a match takes under a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +67,15 @@ def read_peft_config(folder: Path, max_rank: int) -> PeftConfig:
     path = folder / CONFIG_FILE
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{shorten(path)} cannot be read: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{shorten(path)} cannot be read: {shorten(error)}") from None
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
         raise ConfigError(f"{shorten(path)}: peft_type is not LORA; other adapters are not supported")
     for name, allowed in _NEUTRAL.items():
         if settings.get(name, allowed[0]) not in allowed:
             raise ConfigError(f"{shorten(path)}: {name}={shorten(settings[name])} is not supported; train it without")
+    if settings.get("use_rslora", False) not in (True, False, None):
+        raise ConfigError(f"{shorten(path)}: use_rslora={shorten(settings['use_rslora'])}: must be true or false")
     patterns = [settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
     if not all(isinstance(pattern, dict) for pattern in patterns):
         raise ConfigError(f"{shorten(path)}: rank_pattern and alpha_pattern are not objects")
@@ -90,6 +96,8 @@ def read_peft_config(folder: Path, max_rank: int) -> PeftConfig:
 def _matching(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
     """The value of the first name in `pattern` that `module` ends in."""
     for name, value in pattern.items():
+        if len(name) > MAX_PATTERN_CHARS or _SLOW.search(name) or len(_REPEATS.findall(name)) > MAX_REPEATS:
+            raise ConfigError(f"{CONFIG_FILE}: {shorten(name)} as a pattern could take for ever; name modules plainly")
         try:
             if re.fullmatch(rf"(.*\.)?({name})", module):
                 return value
@@ -105,6 +113,8 @@ def _whole(folder: Path, name: str, value: Any) -> int:
 
 
 def _number(folder: Path, name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ConfigError(f"{shorten(folder / CONFIG_FILE)}: {name}={shorten(value)}: must be a number")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not -MAX_ALPHA <= value <= MAX_ALPHA:
+        shown = shorten(repr(value)[:MAX_PATTERN_CHARS]) if not isinstance(value, int) else "a number"
+        raise ConfigError(f"{shorten(folder / CONFIG_FILE)}: {name}={shown}: must be a number up to {MAX_ALPHA:g}")
     return float(value)

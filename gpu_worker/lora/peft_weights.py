@@ -22,7 +22,8 @@ Factors = tuple[Tensor, Tensor]
 Parts = tuple[Factors | None, ...]
 """Of each part of a projection, None where the adapter leaves it alone."""
 
-_NAME = re.compile(r"base_model\.model\.(model\.layers\.(\d+)\.(.+))\.lora_([AB])(\.default)?\.weight")
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_NAME = re.compile(r"base_model\.model\.(model\.layers\.(\d{1,6})\.(.+))\.lora_([AB])(\.default)?\.weight")
 
 
 def read_peft(config: CheckpointConfig, folder: Path, max_rank: int) -> dict[Key, Parts]:
@@ -36,8 +37,8 @@ def read_peft(config: CheckpointConfig, folder: Path, max_rank: int) -> dict[Key
     try:
         with safe_open(path, framework="pt") as file:
             return _Reading(config, settings, path, file).read()
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{shorten(path)} is not a readable safetensors file: {error}") from None
+    except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, MemoryError) as error:
+        raise ConfigError(f"{shorten(path)} is not a readable safetensors file: {shorten(error)}") from None
 
 
 class _Reading:
@@ -56,7 +57,10 @@ class _Reading:
             layer, module = int(found[2]), found[3]
             if module not in self._modules or (layer, self._modules[module].projection) not in self._targets:
                 raise self._no_place(name)
-            names.setdefault((layer, module), {})[found[4]] = name
+            factors = names.setdefault((layer, module), {})
+            if found[4] in factors:
+                raise ConfigError(f"{shorten(self._path)}: {shorten(name)} is there twice")
+            factors[found[4]] = name
         parts: dict[Key, list[Factors | None]] = {}
         for (layer, module), factors in names.items():
             place = self._modules[module]
@@ -77,6 +81,8 @@ class _Reading:
         sizes = target.parts[place.first : place.end]
         a = self._tensor(names["A"], (rank, target.in_features))
         b = self._tensor(names["B"], (sum(sizes), rank)) * self._settings.scale_of(whole_name)
+        if not bool(b.isfinite().all()):
+            raise ConfigError(f"{shorten(self._path)}: {whole_name}: lora_B times its scale is beyond float32")
         made: list[Factors | None] = []
         for part, outer in enumerate(torch.split(b, list(sizes)), start=place.first):
             made.append((a, self._in_order(layer, place, part, outer)))
@@ -94,9 +100,9 @@ class _Reading:
         if tuple(tensor.shape) != shape:
             raise ConfigError(f"{shorten(self._path)}: {name} is {list(tensor.shape)}, the model and the adapter's "
                               f"config ask for {list(shape)}")  # fmt: skip
-        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+        if tensor.dtype not in _FLOATS or not bool((wide := tensor.float()).isfinite().all()):
             raise ConfigError(f"{shorten(self._path)}: {name} holds {tensor.dtype} that are no finite numbers")
-        return tensor.float()
+        return wide
 
     def _no_place(self, name: str) -> ConfigError:
         known = ", ".join(module.rpartition(".")[2] for module in self._modules)

@@ -27,6 +27,8 @@ from shared.errors import ConfigError
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output that each of an int32's numbers belongs to."""
+WORDS, INDICES = (torch.int32,), (torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 IGNORED = (".input_scale",)
 """Endings of names that quantized checkpoints hold for others: activations are quantized by their own size here."""
 
@@ -59,33 +61,36 @@ def _read_grouped(scheme: Scheme, checkpoint: Checkpoint, name: str, shape: tupl
     """awq and gptq."""
     out, width = shape
     group, groups = _groups(scheme, name, width)
-    scales = checkpoint.take_stored(f"{name}.scales", (groups, out)).T
+    scales = _take(checkpoint, f"{name}.scales", (groups, out), FLOATS).T
     is_awq = scheme.method == "awq"
-    qweight = checkpoint.take_stored(f"{name}.qweight", (width, out // 8) if is_awq else (width // 8, out))
+    qweight = _take(checkpoint, f"{name}.qweight", (width, out // 8) if is_awq else (width // 8, out), WORDS)
     zeros = None
-    if checkpoint.has(f"{name}.qzeros"):
-        packed = unpack(checkpoint.take_stored(f"{name}.qzeros", (groups, out // 8)))
+    if checkpoint.has(f"{name}.qzeros") or not scheme.is_symmetric:
+        packed = unpack(_take(checkpoint, f"{name}.qzeros", (groups, out // 8), WORDS))
         zeros = (_in_order(packed) if is_awq else (packed + scheme.zero_offset) & 15).T
     if is_awq:
         return _make(name, _in_order(unpack(qweight)).T, scales, zeros, group)
-    return _sorted(checkpoint, f"{name}.g_idx", _make(name, unpack(qweight.T), scales, zeros, group))
+    return _sorted(scheme, checkpoint, f"{name}.g_idx", _make(name, unpack(qweight.T), scales, zeros, group))
 
 
 def _read_packed(scheme: Scheme, checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> Weight:
     """compressed-tensors in int32s."""
     out, width = shape
-    checkpoint.take_stored(f"{name}.weight_shape", (2,))
+    told = _take(checkpoint, f"{name}.weight_shape", (2,), INDICES).tolist()
+    if told != [out, width]:
+        raise ConfigError(f"{name}.weight_shape says {told}; the model's config asks for {[out, width]}")
     bits = 8 if scheme.kind == "int8" else 4
-    numbers = unpack(checkpoint.take_stored(f"{name}.weight_packed", (out, -(-width * bits // 32))), bits)[:, :width]
+    packed_shape = (out, -(-width * bits // 32))
+    numbers = unpack(_take(checkpoint, f"{name}.weight_packed", packed_shape, WORDS), bits)[:, :width]
     if scheme.kind == "int8":
         return QuantizedWeight(values=(numbers ^ 128).view(torch.int8), scales=_scales(checkpoint, name, out))
     group, groups = _groups(scheme, name, width)
     zeros = None
     if not scheme.is_symmetric:
-        packed = checkpoint.take_stored(f"{name}.weight_zero_point", (-(-out // 8), groups))
+        packed = _take(checkpoint, f"{name}.weight_zero_point", (-(-out // 8), groups), WORDS)
         zeros = unpack(packed.T).T[:out]
-    scales = checkpoint.take_stored(f"{name}.weight_scale", (out, groups))
-    return _sorted(checkpoint, f"{name}.weight_g_idx", _make(name, numbers, scales, zeros, group))
+    scales = _take(checkpoint, f"{name}.weight_scale", (out, groups), FLOATS)
+    return _sorted(scheme, checkpoint, f"{name}.weight_g_idx", _make(name, numbers, scales, zeros, group))
 
 
 def _read_scaled(scheme: Scheme, checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> QuantizedWeight:
@@ -94,6 +99,8 @@ def _read_scaled(scheme: Scheme, checkpoint: Checkpoint, name: str, shape: tuple
     expected = torch.int8 if scheme.kind == "int8" else torch.float8_e4m3fn
     if values.dtype != expected:
         raise ConfigError(f"{name}.weight is {values.dtype}; a checkpoint of {scheme.kind} has {expected}")
+    if scheme.kind == "fp8" and bool(((values.view(torch.uint8) & 127) == 127).any()):
+        raise ConfigError(f"{name}.weight holds NaN")
     return QuantizedWeight(values=values, scales=_scales(checkpoint, name, shape[0]))
 
 
@@ -126,12 +133,20 @@ def _in_order(numbers: Tensor) -> Tensor:
     return numbers.view(len(numbers), -1, 8)[..., torch.tensor(AWQ_ORDER).argsort()].flatten(1)
 
 
-def _sorted(checkpoint: Checkpoint, name: str, weight: GroupedWeight) -> GroupedWeight:
+def _take(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """A tensor as it is stored, of one of `dtypes`."""
+    tensor = checkpoint.take_stored(name, shape)
+    if tensor.dtype not in dtypes:
+        raise ConfigError(f"{name} is {tensor.dtype}; must be {' or '.join(map(str, dtypes))}")
+    return tensor
+
+
+def _sorted(scheme: Scheme, checkpoint: Checkpoint, name: str, weight: GroupedWeight) -> GroupedWeight:
     """`weight`, whose columns lie as those of x, with columns in the order of the groups that tensor `name` says."""
-    if not checkpoint.has(name):
+    if not checkpoint.has(name) and not scheme.has_order:
         return weight
     width = weight.shape[1]
-    columns = checkpoint.take_stored(name, (width,)).long()
+    columns = _take(checkpoint, name, (width,), INDICES).long()
     plain = torch.arange(width) // weight.group
     if torch.equal(columns, plain):
         return weight

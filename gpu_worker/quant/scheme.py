@@ -25,6 +25,7 @@ class Scheme:
         group: of int4: one of `GROUPS`.
         is_symmetric: there are no zero points.
         zero_offset: of gptq: what its zero points are short of.
+        has_order: groups are of columns in an order that the checkpoint must hold.
     """
 
     method: str
@@ -32,6 +33,7 @@ class Scheme:
     group: int = -1
     is_symmetric: bool = False
     zero_offset: int = 0
+    has_order: bool = False
 
 
 def read_scheme(reader: ConfigReader) -> Scheme | None:
@@ -80,7 +82,8 @@ def _read_gptq(own: ConfigReader) -> Scheme:
     form = own.get("checkpoint_format") or own.get("format") or "gptq"
     if form not in ("gptq", "gptq_v2"):
         own.fail("checkpoint_format", "only gptq and gptq_v2 are supported")
-    return Scheme(method="gptq", kind="int4", group=_group(own), zero_offset=1 if form == "gptq" else 0)
+    offset, has_order = 1 if form == "gptq" else 0, own.flag("desc_act", False)
+    return Scheme(method="gptq", kind="int4", group=_group(own), zero_offset=offset, has_order=has_order)
 
 
 def _read_fp8(own: ConfigReader) -> Scheme:
@@ -119,7 +122,8 @@ def _read_weights(weights: ConfigReader) -> Scheme:
     if kind != "int4" and not is_symmetric:
         weights.fail("symmetric", f"zero points are not supported for {kind}")
     group = _group(weights) if strategy == "group" else -1
-    return Scheme(method="compressed-tensors", kind=kind, group=group, is_symmetric=is_symmetric)
+    has_order = weights.get("actorder") in (True, "group", "dynamic")
+    return Scheme(method="compressed-tensors", kind=kind, group=group, is_symmetric=is_symmetric, has_order=has_order)
 
 
 _COMPRESSED_KINDS = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8"}

@@ -72,7 +72,7 @@ class PrivateCell:
         self._folder = self._cleanup.enter_context(private_folder(_logger.info))
         self._process: subprocess.Popen[bytes] | None = None
         self._has_started, self._has_ended = threading.Event(), threading.Event()
-        self._problem: OSError | None = None
+        self._problem: OSError | ValueError | None = None
         threading.Thread(target=self._keep, args=(argv,), name="quire-services", daemon=True).start()
         with contextlib.ExitStack() as undo:
             undo.callback(self.stop)
@@ -120,7 +120,7 @@ class PrivateCell:
                     env=child_environment(self._keys()),
                     process_group=0,
                 )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
             self._problem = error
         self._has_started.set()
         if self._process is not None:

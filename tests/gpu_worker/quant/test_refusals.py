@@ -82,6 +82,11 @@ def test_cuda_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("qweight", lambda t: t[:-1], r"q_proj.qweight is \[15, 128\], config.json asks for \[16, 128\]"),
         ("g_idx", torch.zeros_like, "q_proj.g_idx does not give each group 32 columns"),
         ("g_idx", lambda t: t.flip(0), "must have the same g_idx"),
+        ("g_idx", lambda t: t.float(), "g_idx is torch.float32; must be torch.int32 or torch.int64"),
+        ("qweight", lambda t: t.view(torch.float32), "qweight is torch.float32; must be torch.int32"),
+        ("qzeros", lambda t: t.to(torch.int16), "qzeros is torch.int16; must be torch.int32"),
+        ("g_idx", None, "no tensor model.layers.0.self_attn.q_proj.g_idx"),
+        ("qzeros", None, "no tensor model.layers.0.self_attn.q_proj.qzeros"),
         ("scales", lambda t: t.float() + 1e6, "q_proj: a scale is not finite in float16"),
     ],
 )
@@ -89,7 +94,8 @@ def test_broken_tensors_are_named(name: str, change: Any, message: str, folder: 
     """A tensor of another shape or meaning should be refused by its name."""
     weights = load_file(folder / "model.safetensors")
     full = f"model.layers.0.self_attn.q_proj.{name}"
-    save_file(weights | {full: change(weights[full]).contiguous()}, tmp_path / "model.safetensors")
+    changed = {} if change is None else {full: change(weights[full]).contiguous()}
+    save_file({key: t for key, t in weights.items() if key != full} | changed, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ConfigError, match=message):
         make_runner(tmp_path, cpu_kernels="off")
