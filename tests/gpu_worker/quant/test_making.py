@@ -104,13 +104,14 @@ def test_tensors_are_those_of_the_formats() -> None:
 
 
 def test_rounding_is_to_the_nearest() -> None:
-    """No number should be off by more than half a step, and groups of zeros or of one sign should not break."""
+    """No number should be off by more than half a step, at the ends of its group also by what float16 rounds off 15
+    steps; groups of zeros or of one sign should not break."""
     weight = torch.randn(16, 64)
     weight[0] = 0
     weight[1] = weight[1].abs() + 5
     rounded = round_to_groups(weight, 32)
     off = (rounded.floats() - weight).abs().view(16, 2, 32)
-    assert bool((off <= 0.502 * rounded.scales.float() + 1e-6).all())
+    assert bool((off <= (0.5 + 15 * 2**-11) * rounded.scales.float() + 1e-6).all())
     assert bool(rounded.floats()[0].eq(0).all())
 
 
