@@ -1,4 +1,4 @@
-"""Conversations, one and several: `python examples/chat.py [MODEL_FOLDER]`."""
+"""Conversations, one and several: `.venv/bin/python examples/chat.py [MODEL_FOLDER]`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Prompts in, texts out: `python examples/offline.py [MODEL_FOLDER]`."""
+"""Prompts in, texts out: `.venv/bin/python examples/offline.py [MODEL_FOLDER]`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Parameters of each prompt, token ids, logprobs and metrics: `python examples/sampling.py [MODEL_FOLDER]`."""
+"""Parameters of each prompt, token ids, logprobs, metrics: `.venv/bin/python examples/sampling.py [MODEL_FOLDER]`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Text as it comes, and a request that is ended early: `python examples/streaming.py [MODEL_FOLDER]`."""
+"""Text as it comes, and a request that is ended early: `.venv/bin/python examples/streaming.py [MODEL_FOLDER]`."""
 
 import asyncio
 import sys
