@@ -86,7 +86,7 @@ def open_config(folder: Path) -> ConfigReader:
         raise ConfigError(f"{folder} is no model folder: it has no config.json")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} is not a JSON object")

@@ -47,6 +47,7 @@ class Job:
 
 def completion_job(request_id: str, prompt: Prompt, sampling: SamplingParams, **fields: Any) -> Job:
     """The job of one prompt. Raises `ArgumentError`."""
+    _check_sampling(sampling)
     adapter = fields.pop("lora_request", None) or prompt.lora_request
     fields["prompt"] = prompt.text if prompt.token_ids is None else list(prompt.token_ids)
     if prompt.cache_salt is not None:
@@ -59,12 +60,18 @@ def completion_job(request_id: str, prompt: Prompt, sampling: SamplingParams, **
 
 def chat_job(request_id: str, messages: Any, sampling: SamplingParams, **fields: Any) -> Job:
     """The job of one conversation. Raises `ArgumentError`."""
+    _check_sampling(sampling)
     adapter = fields.pop("lora_request", None)
     fields["messages"] = messages
     job = Job(request_id=request_id, path=CHAT, fields=_present(fields), sampling=sampling,
               lora_request=check_adapter(adapter))  # fmt: skip
     check(ChatBody, job.body(), what="chat()")
     return job
+
+
+def _check_sampling(sampling: object) -> None:
+    if not isinstance(sampling, SamplingParams):
+        raise ArgumentError(f"sampling_params: must be SamplingParams, got {type(sampling).__name__}")
 
 
 def _present(fields: dict[str, Any]) -> dict[str, Any]:

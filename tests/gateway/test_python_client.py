@@ -277,6 +277,12 @@ async def test_adapters_that_are_not_served_are_refused(site: Site) -> None:
         chat_job("0", MESSAGES, SamplingParams(), lora_request="sql")
 
 
+def test_other_sampling_params_are_refused() -> None:
+    """A dict is no SamplingParams, and the error should say so."""
+    with pytest.raises(ArgumentError, match="sampling_params: must be SamplingParams, got dict"):
+        completion_job("0", Prompt(text="hi"), {"max_tokens": 3})  # type: ignore[arg-type]
+
+
 async def test_unknown_fields_of_chat_are_refused() -> None:
     """Nothing that a caller asks for should be passed over."""
     with pytest.raises(ArgumentError, match=r"chat\(\) has no argument colour"):
