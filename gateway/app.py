@@ -162,6 +162,7 @@ def _make_gateway(config: GatewayConfig, bus: Bus, pool: TextPool) -> Gateway:
         keys=keys,
         bodies=BodyBudget(limits.MAX_LARGE_BODIES * config.http.max_body_bytes),
         directory=directory,
+        pool=pool,
         desk=IntakeDesk(directory=directory, pool=pool, has_price=price > 0),
         embeddings=EmbeddingDesk(directory, pool),
         relay=Relay(bus, gateway_id),

@@ -16,14 +16,12 @@ import orjson
 
 from gateway.directory import ModelDirectory
 from gateway.fold import EmbeddingEvent, Event, Usage
-from gateway.intake import SHORT_BODY_BYTES, Intake, hash_body, in_pool
+from gateway.intake import SHORT_BODY_BYTES, Intake, check_fits, hash_body
 from gateway.openai import EmbeddingBody, parse_body, parse_json
 from gateway.prompt import context_error, read_prompts
 from gateway.served_model import ServedModel
 from gateway.text_pool import TextPool
-from shared.capacity import fits, never_fits_message
 from shared.clock import unix_now
-from shared.errors import InvalidRequest
 from shared.ids import RequestId, new_request_id
 from shared.messages import RequestBody, SamplingParams, WorkerHello
 
@@ -60,15 +58,12 @@ class EmbeddingDesk:
             Overloaded: no worker lives.
         """
         is_short = len(data) <= SHORT_BODY_BYTES
-        read = self._read(data) if is_short else await in_pool(self._pool, lambda: self._read(data))
+        read = self._read(data) if is_short else await self._pool.run(lambda: self._read(data))
         longest = max(map(len, read.prompts))
         _check_length(longest, read.served.text.max_model_len)
         worker = self._directory.require_worker(read.served)
         _check_length(longest, worker.max_model_len)
-        sizes = {"block_size": worker.block_size, "num_blocks": worker.num_blocks, "num_resident": worker.num_resident}
-        if not fits(longest + 1, **sizes):
-            message = never_fits_message(longest + 1, **sizes)
-            raise InvalidRequest(message, param="input", code="context_length_exceeded")
+        check_fits(worker, longest + 1, "input")
         return _build(read), worker
 
     def _read(self, data: bytes) -> _Read:

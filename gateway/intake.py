@@ -8,11 +8,9 @@ so that the record holds all that the tokens depend on.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 
@@ -25,14 +23,13 @@ from gateway.served_model import ModelText, ServedModel
 from gateway.text_pool import TextPool
 from shared.capacity import fits, most_tokens, never_fits_message
 from shared.clock import unix_now
-from shared.errors import InvalidRequest, Overloaded, shorten
+from shared.errors import InvalidRequest, shorten
 from shared.ids import RequestId, new_request_id, new_seed
 from shared.messages import RequestBody, SamplingParams, SubmitRequest, WorkerHello
 
 COMPLETION_MAX_TOKENS = 16
 _SEED_MASK = 2**63 - 1
 
-R = TypeVar("R")
 GenerateRequest = CompletionBody | ChatBody
 
 SHORT_BODY_BYTES = 4096
@@ -101,16 +98,12 @@ class IntakeDesk:
             Overloaded: no worker lives.
         """
         is_short = len(data) <= SHORT_BODY_BYTES and kind != "chat"
-        read = self._read(kind, data) if is_short else await in_pool(self._pool, lambda: self._read(kind, data))
+        read = self._read(kind, data) if is_short else await self._pool.run(lambda: self._read(kind, data))
         longest = max(map(len, read.prompts))
         self._check_context(read.request, longest, read.served.text.max_model_len)
         worker = self._directory.require_worker(read.served)
         max_tokens = self._resolve_max_tokens(read, longest, worker)
         return self._build(kind, read, max_tokens), worker
-
-    async def in_pool(self, job: Callable[[], R]) -> R:
-        """Run `job` in the text pool, for a bounded time."""
-        return await in_pool(self._pool, job)
 
     def _read(self, kind: str, data: bytes) -> _Read:
         """The part that takes its time; in a thread of the pool unless the body is short."""
@@ -145,16 +138,13 @@ class IntakeDesk:
         self._check_context(request, longest, max_model_len)
         room = max_model_len - longest
         limit = request.token_limit
-        sizes = {"block_size": worker.block_size, "num_blocks": worker.num_blocks, "num_resident": worker.num_resident}
         if limit is None:
-            in_pool = most_tokens(**sizes, limit=max_model_len) - longest
+            in_pool = most_tokens(**_sizes(worker), limit=max_model_len) - longest
             most = read.served.text.folder.defaults.get("max_tokens", room)
             wanted = COMPLETION_MAX_TOKENS if isinstance(request, CompletionBody) else in_pool
             limit = min(room, wanted, most)
             limit = max(limit, request.min_tokens or 0, 1)
-        if not fits(longest + limit, **sizes):
-            message = never_fits_message(longest + limit, **sizes)
-            raise InvalidRequest(message, param=_prompt_field(request), code="context_length_exceeded")
+        check_fits(worker, longest + limit, _prompt_field(request))
         return limit
 
     def _build(self, kind: str, read: _Read, max_tokens: int) -> Intake:
@@ -246,13 +236,16 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else float(value)
 
 
-async def in_pool(pool: TextPool, job: Callable[[], R]) -> R:
-    """Run `job` in `pool`, for a bounded time."""
-    try:
-        async with asyncio.timeout(limits.TEMPLATE_TIMEOUT_S):
-            return await pool.run(job)
-    except TimeoutError:
-        raise Overloaded("reading the prompt took too long; try again") from None
+def check_fits(worker: WorkerHello, num_tokens: int, param: str) -> None:
+    """Raise `InvalidRequest` when a sequence of `num_tokens` can never run on `worker`."""
+    if not fits(num_tokens, **_sizes(worker)):
+        message = never_fits_message(num_tokens, **_sizes(worker))
+        raise InvalidRequest(message, param=param, code="context_length_exceeded")
+
+
+def _sizes(worker: WorkerHello) -> dict[str, int]:
+    """What `shared.capacity` asks for."""
+    return {"block_size": worker.block_size, "num_blocks": worker.num_blocks, "num_resident": worker.num_resident}
 
 
 def hash_body(kind: str, raw: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,13 +50,13 @@ def read_prompts(raw: Any, field: str = "prompt") -> list[Prompt]:
     if isinstance(raw, str):
         return [_text_prompt(raw, field)]
     if not isinstance(raw, list):
-        raise _wrong_prompt(f"{field}: must be a string, a list of token ids, or a list of either")
+        raise _wrong_prompt(field, "must be a string, a list of token ids, or a list of either")
     if not raw:
-        raise _wrong_prompt(f"{field}: is empty")
+        raise _wrong_prompt(field, "is empty")
     if _is_int(raw[0]):
         return [_ids_prompt(raw, field)]
     if len(raw) > limits.MAX_PROMPTS:
-        raise _wrong_prompt(f"{field}: {len(raw)} prompts, at most {limits.MAX_PROMPTS} are allowed")
+        raise _wrong_prompt(field, f"{len(raw)} prompts, at most {limits.MAX_PROMPTS} are allowed")
     return [_read_prompt(item, f"{field}[{index}]") for index, item in enumerate(raw)]
 
 
@@ -103,7 +102,7 @@ class PromptEncoder:
             ids = prompt.token_ids
             self.check_ids(ids, field)
         if not ids:
-            raise _wrong_prompt(f"{field}: is empty")
+            raise _wrong_prompt(field, "is empty")
         return ids
 
     def encode_text(self, text: str, *, adds_special_tokens: bool = True, field: str = "prompt") -> tuple[int, ...]:
@@ -196,25 +195,25 @@ def _read_prompt(item: Any, where: str) -> Prompt:
         return _text_prompt(item, where)
     if isinstance(item, list):
         return _ids_prompt(item, where)
-    raise _wrong_prompt(f"{where}: must be a string or a list of token ids")
+    raise _wrong_prompt(where, "must be a string or a list of token ids")
 
 
 def _text_prompt(text: str, where: str) -> TextPrompt:
     if not text:
-        raise _wrong_prompt(f"{where}: is empty")
+        raise _wrong_prompt(where, "is empty")
     return TextPrompt(text)
 
 
 def _ids_prompt(items: list[Any], where: str) -> IdsPrompt:
     if not items:
-        raise _wrong_prompt(f"{where}: is empty")
+        raise _wrong_prompt(where, "is empty")
     if set(map(type, items)) != {int}:
-        raise _wrong_prompt(f"{where}: token ids must be integers")
+        raise _wrong_prompt(where, "token ids must be integers")
     return IdsPrompt(tuple(items))
 
 
-def _wrong_prompt(message: str) -> InvalidRequest:
-    return InvalidRequest(message, param=re.split(r"[\[:]", message, maxsplit=1)[0])
+def _wrong_prompt(where: str, problem: str) -> InvalidRequest:
+    return InvalidRequest(f"{where}: {problem}", param=where.partition("[")[0])
 
 
 def _is_int(value: Any) -> bool:

@@ -20,6 +20,7 @@ from gateway.intake import IntakeDesk
 from gateway.metrics import GatewayMetrics
 from gateway.prefixes import PrefixNamer
 from gateway.relay import Relay
+from gateway.text_pool import TextPool
 from shared.bus import Bus
 from shared.config import HttpConfig
 from shared.ids import GatewayId
@@ -37,6 +38,7 @@ class Gateway:
     keys: KeyRing
     bodies: BodyBudget
     directory: ModelDirectory
+    pool: TextPool
     desk: IntakeDesk
     embeddings: EmbeddingDesk
     relay: Relay

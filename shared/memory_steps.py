@@ -78,8 +78,8 @@ class MemorySteps:
         self.devices: dict[str, WorkerId] = {}
         self.prefix_key = new_key()
         self.cards: dict[str, bytes] = {}
-        self.adapters: dict[str, AdapterCard] = {}
         """The latest one last."""
+        self.adapters: dict[str, AdapterCard] = {}
         self.tenants = MemoryTenants()
         self.wish: WorkerWish | None = None
         self.worked: dict[str, WorkTime] = {}

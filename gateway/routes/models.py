@@ -33,7 +33,7 @@ async def post_tokenize(request: web.Request) -> web.Response:
     """Token ids of a text, or of messages through the chat template."""
     gateway = request.app[GATEWAY]
     async with body_of(request) as data:
-        served, ids, strings = await gateway.desk.in_pool(lambda: _tokenize(gateway.directory, data))
+        served, ids, strings = await gateway.pool.run(lambda: _tokenize(gateway.directory, data))
     max_model_len = gateway.directory.max_model_len(served)
     answer = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings}
     return web.json_response(answer)
@@ -43,7 +43,7 @@ async def post_detokenize(request: web.Request) -> web.Response:
     """Text of token ids, control tokens included."""
     gateway = request.app[GATEWAY]
     async with body_of(request) as data:
-        text, strings = await gateway.desk.in_pool(lambda: _detokenize(gateway.directory, data))
+        text, strings = await gateway.pool.run(lambda: _detokenize(gateway.directory, data))
     return web.json_response({"prompt": text} | ({} if strings is None else {"token_strs": strings}))
 
 

@@ -19,6 +19,7 @@ from gpu_worker.model.loader import Checkpoint
 from gpu_worker.model.quantization import QUANTIZATIONS, Quantization
 from gpu_worker.model.rope import rotary_table
 from gpu_worker.model.split import WHOLE, Split, Vocabulary
+from gpu_worker.model.torch_decoder import TorchDecoder
 from gpu_worker.model.weights import LayerWeights, MlpWeights, Projection, read_layer, read_outer
 from gpu_worker.quant.rows import join
 from kernels.kv_write import WriteSlots
@@ -85,7 +86,7 @@ class OuterScales:
     logit_softcap: float | None
 
 
-class Llama:
+class Llama(TorchDecoder):
     """A decoder with its embedding and output projection.
 
     Args:
@@ -98,10 +99,10 @@ class Llama:
         self, embedding: Tensor, layers: list[DecoderLayer], *, norm: RmsNorm, head: Linear, scales: OuterScales,
         cos_sin: Sequence[Tensor], vocabulary: Vocabulary,
     ) -> None:  # fmt: skip
+        super().__init__()
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
         self._scales, self._cos_sin, self._vocabulary = scales, cos_sin, vocabulary
         self._active = ActiveRows()
-        self._wanted_hidden: Tensor | None = None
 
     def adapt(self, weights: Mapping[tuple[int, str], LoraWeight]) -> None:
         """From now on let `weights`, by layer and projection, add what a step's adapters give."""
@@ -131,35 +132,9 @@ class Llama:
         assert x is not None, "a decoder has layers"
         return self._norm.add(x, residual)
 
-    def start_logits(self, inputs: StepInputs, cache: KvCache) -> Callable[[], Tensor]:
-        """Launch a step that writes its keys and values into `cache`. The result: raw logits [wanted rows, vocab]
-        float32. On a CPU it is the call of the result that computes."""
-        if inputs.token_ids.device.type == "cpu":
-            return lambda: self._compute_logits(inputs, cache)
-        logits = self._compute_logits(inputs, cache)
-        return lambda: logits
-
-    def start_best(self, inputs: StepInputs, cache: KvCache, vocab_size: int) -> Callable[[], list[int]]:
-        """Launch a step that writes its keys and values into `cache`. The result waits for it: the likeliest of the
-        first `vocab_size` ids for each wanted row, the lowest on a tie. On a CPU it is the call of it that computes."""
-        wait = self.start_logits(inputs, cache)
-        if inputs.token_ids.device.type == "cpu":
-            return lambda: _find_best(wait(), vocab_size).tolist()
-        return _find_best(wait(), vocab_size).tolist
-
     def _compute_logits(self, inputs: StepInputs, cache: KvCache) -> Tensor:
         self._wanted_hidden = self.forward(inputs, cache)[inputs.wanted_rows]
         return self.logits(self._wanted_hidden)
-
-    def read_hidden(self, rows: list[int]) -> Tensor:
-        """Normed hidden states [rows, hidden] float32, on the CPU, of these of the wanted rows of the step that is
-        over."""
-        assert self._wanted_hidden is not None, "no step was computed"
-        return self._wanted_hidden[rows].float().cpu()
-
-    def profile(self) -> dict[str, float]:
-        """Nothing: torch's ops are not timed."""
-        return {}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → [rows, vocab] float32; of several ranks, on the first."""
@@ -194,17 +169,13 @@ def load_llama(
     )
 
 
-def _find_best(logits: Tensor, vocab_size: int) -> Tensor:
-    return logits[:, :vocab_size].argmax(dim=-1)
-
-
 def _make_layer(config: CheckpointConfig, weights: LayerWeights, layer: int, kind: str, split: Split) -> DecoderLayer:
     attention = Attention(
         config,
         layer,
         qkv=Linear(weights.qkv.weight, weights.qkv.bias, kind),
         output=Linear(weights.output.weight, weights.output.bias, kind, split.add_up),
-        head_norms=_make_head_norms(config, weights),
+        head_norms=make_head_norms(config, weights),
     )
     return DecoderLayer(
         attention,
@@ -260,7 +231,8 @@ def _make_norms(config: CheckpointConfig, weights: LayerWeights) -> LayerNorms:
     return LayerNorms(input=input_norm, mlp=mlp_norm, post_attention=post_attention, post_mlp=post_mlp)
 
 
-def _make_head_norms(config: CheckpointConfig, weights: LayerWeights) -> HeadNorms | None:
+def make_head_norms(config: CheckpointConfig, weights: LayerWeights) -> HeadNorms | None:
+    """Those of a layer; None: its model has none."""
     if weights.query_norm is None or weights.key_norm is None:
         return None
     return HeadNorms(*(RmsNorm(weight, config.rms_norm_eps) for weight in (weights.query_norm, weights.key_norm)))

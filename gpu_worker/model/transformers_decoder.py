@@ -12,7 +12,7 @@ order, with keys of the shape that the cache has, and with no narrower window th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ from gpu_worker.model.kv_layout import KvCache, KvLayout
 from gpu_worker.model.layers import Linear
 from gpu_worker.model.loader import weight_files
 from gpu_worker.model.quantization import Quantization
+from gpu_worker.model.torch_decoder import TorchDecoder
 from gpu_worker.model.transformers_config import foreign_class, open_foreign_config
 from kernels.kv_write import WriteSlots, kv_write
 from kernels.paged_attention import PagedBatch, paged_attention
@@ -100,7 +101,7 @@ def _check_wishes(module: nn.Module, mask: Tensor | None, wishes: dict[str, Any]
         raise ConfigError(f"its attention asks for {', '.join(name for name, is_asked in asked.items() if is_asked)}")
 
 
-class TransformersDecoder:
+class TransformersDecoder(TorchDecoder):
     """A `Decoder` around a model of `transformers`.
 
     Args:
@@ -109,36 +110,10 @@ class TransformersDecoder:
     """
 
     def __init__(self, model: nn.Module, config: CheckpointConfig) -> None:
+        super().__init__()
         self._model, self._config = model, config
-        self._wanted_hidden: Tensor | None = None
         head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
         head.register_forward_pre_hook(self._note_hidden)
-
-    def start_logits(self, inputs: StepInputs, cache: KvCache) -> Callable[[], Tensor]:
-        """Launch a step that writes its keys and values into `cache`. The result: raw logits [wanted rows, vocab]
-        float32. On a CPU it is the call of the result that computes."""
-        if inputs.token_ids.device.type == "cpu":
-            return lambda: self._compute_logits(inputs, cache)
-        logits = self._compute_logits(inputs, cache)
-        return lambda: logits
-
-    def start_best(self, inputs: StepInputs, cache: KvCache, vocab_size: int) -> Callable[[], list[int]]:
-        """Launch a step that writes its keys and values into `cache`. The result waits for it: the likeliest of the
-        first `vocab_size` ids for each wanted row, the lowest on a tie. On a CPU it is the call of it that computes."""
-        wait = self.start_logits(inputs, cache)
-        if inputs.token_ids.device.type == "cpu":
-            return lambda: _find_best(wait(), vocab_size).tolist()
-        return _find_best(wait(), vocab_size).tolist
-
-    def read_hidden(self, rows: list[int]) -> Tensor:
-        """Normed hidden states [rows, hidden] float32, on the CPU, of these of the wanted rows of the step that is
-        over."""
-        assert self._wanted_hidden is not None, "no step was computed"
-        return self._wanted_hidden[rows].float().cpu()
-
-    def profile(self) -> dict[str, float]:
-        """Nothing: torch's ops are not timed."""
-        return {}
 
     def check(self, layout: KvLayout, device: torch.device) -> None:
         """Raise `ConfigError` unless the model's code asks for what a cache of `layout` holds."""
@@ -288,7 +263,3 @@ class _LoggedProgress:
                 last = time.monotonic()
                 _log.info("weights.loading", tensors=f"{number}/{total}")
             yield item
-
-
-def _find_best(logits: Tensor, vocab_size: int) -> Tensor:
-    return logits[:, :vocab_size].argmax(dim=-1)

@@ -16,8 +16,8 @@ from gpu_worker.engine.sequence import Sequence
 from gpu_worker.model.config import CheckpointConfig
 from gpu_worker.model.inputs import StepCapacity, StepInputs
 from gpu_worker.model.kv_layout import KvGroup, KvLayout
-from gpu_worker.model.layers import Attention, GatedMlp, HeadNorms, Linear, RmsNorm, StepContext
-from gpu_worker.model.llama import DecoderLayer, LayerNorms
+from gpu_worker.model.layers import Attention, GatedMlp, Linear, RmsNorm, StepContext
+from gpu_worker.model.llama import DecoderLayer, LayerNorms, make_head_norms
 from gpu_worker.model.rope import rotary_table
 from gpu_worker.model.weights import LayerWeights
 from gpu_worker.quant.rows import join
@@ -92,7 +92,7 @@ class Calibration:
         )
         gate_up = _Tap(_dense(join(mlp.gate.weight, mlp.up.weight)), gate_up_bias)
         down = _Tap(_dense(mlp.down.weight), mlp.down.bias)
-        attention = Attention(own, 0, qkv=qkv, output=output, head_norms=_head_norms(config, weights))
+        attention = Attention(own, 0, qkv=qkv, output=output, head_norms=make_head_norms(config, weights))
         norms = [RmsNorm(weight, config.rms_norm_eps) for weight in (weights.input_norm, weights.mlp_norm)]
         block = DecoderLayer(
             attention,
@@ -138,9 +138,3 @@ class Calibration:
 def _dense(weight: object) -> Tensor:
     assert isinstance(weight, Tensor), "a float checkpoint"
     return weight
-
-
-def _head_norms(config: CheckpointConfig, weights: LayerWeights) -> HeadNorms | None:
-    if weights.query_norm is None or weights.key_norm is None:
-        return None
-    return HeadNorms(*(RmsNorm(weight, config.rms_norm_eps) for weight in (weights.query_norm, weights.key_norm)))

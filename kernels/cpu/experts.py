@@ -9,14 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cpu.linear import PackedWeight
+from kernels.cpu.linear import PackedWeight, linear_args
 from kernels.cpu.ops import (
     CombineArgs,
-    Dtype,
     Epilogue,
     ExpertsArgs,
     GatherPairsArgs,
-    LinearArgs,
     OpKind,
     RouteArgs,
     Weight,
@@ -122,18 +120,8 @@ def add_experts(
     """
     assert len({(weight.dtype, weight.in_features, weight.out_features) for weight in weights}) == 1
     structs = (Weight * len(weights))(*(weight.struct() for weight in weights))
-    linear = LinearArgs(
-        weight=weights[0].struct(),
-        x=address(x),
-        x_scales=address(x_scales),
-        y=address(y),
-        x_stride=x.stride(0),
-        y_stride=y.stride(0),
-        epilogue=epilogue,
-        out_dtype=Dtype.BF16 if y.dtype == torch.bfloat16 else Dtype.F32,
-    )
     args = ExpertsArgs(
-        linear=linear,
+        linear=linear_args(x, weights[0], y, x_scales=x_scales, epilogue=epilogue),
         weights=ctypes.addressof(structs),
         starts=address(pairs.starts),
         active=address(pairs.active),

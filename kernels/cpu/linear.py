@@ -125,7 +125,16 @@ def add_linear(
     """
     if bias is not None:
         bias = F.pad(bias.float(), (0, -weight.out_features % LANES)).contiguous()
-    args = LinearArgs(
+    args = linear_args(x, weight, y, bias=bias, x_scales=x_scales, epilogue=epilogue)
+    program.add(OpKind.LINEAR, args, x, weight, y, bias, x_scales, label=label)
+
+
+def linear_args(
+    x: Tensor, weight: PackedWeight, y: Tensor, *, bias: Tensor | None = None, x_scales: Tensor | None,
+    epilogue: Epilogue,
+) -> LinearArgs:  # fmt: skip
+    """What `add_linear` gives the op, `bias` padded to whole panels; the tensors must outlive it."""
+    return LinearArgs(
         weight=weight.struct(),
         x=address(x),
         x_scales=address(x_scales),
@@ -136,4 +145,3 @@ def add_linear(
         epilogue=epilogue,
         out_dtype=Dtype.BF16 if y.dtype == torch.bfloat16 else Dtype.F32,
     )
-    program.add(OpKind.LINEAR, args, x, weight, y, bias, x_scales, label=label)

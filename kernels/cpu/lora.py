@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.linear import LANES, pack_float
+from kernels.cpu.linear import LANES, interleave, pack_float
 from kernels.cpu.ops import Dtype, Epilogue, GateArgs, LoraArgs, LoraFactors, OpKind
 from kernels.cpu.program import Program, address
 
@@ -86,11 +85,7 @@ def pack_factors(
             made[:, numbers] = part[1].float()
             offset += 0 if shape.is_apart else ranks[index]
         outer.append(made)
-    if shape.is_interleaved:
-        panels = [F.pad(made, (0, 0, 0, -len(made) % LANES)).view(-1, LANES, rank) for made in outer]
-        b = torch.stack(panels, dim=1).flatten(0, 2)
-    else:
-        b = torch.cat(outer)
+    b = interleave(*outer) if shape.is_interleaved else torch.cat(outer)
     return PackedFactors(_in_panels(a.flatten(0, 1), dtype), _in_panels(b, dtype), rank)
 
 

@@ -25,10 +25,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "enable_expert_parallel": (False,),
-    "enable_lora": (False,),
-    "max_loras": (_ANY,),  # these three ask for something with enable_lora only
-    "max_lora_rank": (_ANY,),
-    "max_cpu_loras": (_ANY,),
     "fully_sharded_loras": (False,),
     "cpu_offload_gb": (0, 0.0),
     "load_format": ("auto", "safetensors"),

@@ -71,6 +71,7 @@ class GrowingOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -79,7 +80,7 @@ class GrowingOutput:
         self.text += text_of(choice)
         self.token_ids += choice.get("token_ids") or ()
         if choice.get("logprobs"):
-            self.logprobs = [*(self.logprobs or ()), *self.reader.read(choice["logprobs"])]
+            self._add_logprobs(self.reader.read(choice["logprobs"]))
         self.finish_reason = choice["finish_reason"] or self.finish_reason
         self.stop_reason = choice.get("stop_reason", self.stop_reason)
 
@@ -90,19 +91,21 @@ class GrowingOutput:
     def shown(self, mark: tuple[int, int] = (0, 0)) -> CompletionOutput:
         """What lies behind `mark`, as it is now; sums are over all."""
         text_from, ids_from = mark
-        total = None
-        if self.logprobs is not None:
-            pairs = zip(self.token_ids, self.logprobs, strict=False)
-            total = sum(position[token_id].logprob for token_id, position in pairs)
         return CompletionOutput(
             index=self.index,
             text=self.text[text_from:],
             token_ids=self.token_ids[ids_from:],
-            cumulative_logprob=total,
+            cumulative_logprob=self.cumulative_logprob,
             logprobs=None if self.logprobs is None else self.logprobs[ids_from:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
+
+    def _add_logprobs(self, positions: list[dict[int, Logprob]]) -> None:
+        drawn = (next(iter(position.values())) for position in positions)  # the drawn token is the first of each
+        self.cumulative_logprob = sum((item.logprob for item in drawn), self.cumulative_logprob or 0.0)
+        self.logprobs = self.logprobs or []
+        self.logprobs += positions
 
 
 def text_of(choice: Mapping[str, Any]) -> str:
